@@ -1,7 +1,7 @@
 //! What the command `bulkhead` shows of this host's pods and templates, and removes. The rest of the shim's code is
 //! private to it.
 //!
-//! The files below /run/bulkhead may be those of a shim of another version, or of one that crashed. EventKind cannot be
+//! The files below /run/bulkhead may be those of a shim of another version, or of one that crashed. What cannot be
 //! read is reported with the pod that it belongs to.
 
 mod build;

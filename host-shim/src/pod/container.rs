@@ -85,7 +85,7 @@ pub(crate) struct Container {
     pub(crate) init: Process,
     /// The processes added to it.
     pub(crate) execs: Arc<Execs>,
-    pod: Arc<PodVm>,
+    pub(super) pod: Arc<PodVm>,
     events: Publisher,
     hooks: Arc<Hooks>,
     oom: Arc<OomReports>,

@@ -107,11 +107,19 @@ impl Container {
     /// Undoes an update that the guest may still make, although the client was told that it has failed. No other update
     /// begins before the guest has answered, because the agent can undo the last one only.
     fn undo_late_update(&self, updates: OwnedMutexGuard<u64>) {
-        let (agent, id) = (self.guest.agent.clone(), self.id.clone());
+        let (pod, guest, id) = (Arc::clone(&self.pod), self.guest.clone(), self.id.clone());
         let undo = async move {
-            match agent.undo_update_at_last(&id, *updates).await {
+            match guest.agent.undo_update_at_last(&id, *updates).await {
                 Ok(()) => {
-                    tracing::info!(container = id, "the limits are those from before an update that was late")
+                    tracing::info!(
+                        container = id,
+                        "the limits are those from before an update that was late"
+                    );
+                    // On the host too: the update has changed the vCPUs before it asked the guest.
+                    if let Err(error) = pod.fit_processors(&guest).await {
+                        let error = chain(&error);
+                        tracing::warn!(container = id, error, "the vCPUs do not follow the limits");
+                    }
                 }
                 Err(error) => {
                     let error = chain(&error);

@@ -17,7 +17,7 @@ use serde_json::Value;
 use crate::{
     host::{
         apparmor::Policy,
-        device_node::DeviceNode,
+        device_node::{DeviceNode, NODES},
         hooks::Hooks,
         host_socket::HostSocket,
         kubelet_volumes::{self, Budget, KubeletVolume, VolumeError},
@@ -211,7 +211,11 @@ impl CreatePlan {
             CreateRequest::Task(_) => Role::of(namespace, &spec.annotations)?,
             CreateRequest::Sandbox { .. } => Role::Sandbox,
         };
-        if role != Role::Sandbox && device_mounts::replace(&mut document, bundle)? {
+        let mut guest_nodes = Vec::new();
+        if role != Role::Sandbox
+            && let Some(nodes) = device_mounts::replace(&mut document, bundle)?
+        {
+            guest_nodes = nodes;
             spec = Spec::deserialize(&document).map_err(|source| file.damaged(source))?;
         }
         let linux = spec.linux.as_ref().ok_or_else(|| invalid("linux", "is missing"))?;
@@ -241,6 +245,7 @@ impl CreatePlan {
         let mut resources = linux.resources.clone();
         let hugetlbfs = huge_pages::ask(&mut document, &mut resources, &role, &binds.huge_pages)?;
         let disks = devices::fit(&mut document, linux, &ThisHost)?;
+        device_mounts::add_missing(&mut document, guest_nodes);
         adapt(&mut document, creation.id(), &root, &binds, &joined);
         if !disks.is_empty() {
             open_no_nodes(&mut document, &binds.host);
@@ -567,7 +572,11 @@ fn adapt(document: &mut Value, id: &str, root: &Root, binds: &Binds, joined: &[J
 /// Keeps the container from opening device nodes in directories of the host. The numbers of one may be those of a block
 /// device that the guest has. Other block devices than its own it cannot open at all.
 fn open_no_nodes(document: &mut Value, binds: &[BindMount]) {
-    let is_node = |bind: &BindMount| fs::metadata(&bind.source).is_ok_and(|it| DeviceNode::of(&it).is_some());
+    // Elsewhere is no node that the container gets, but storage that may hang.
+    let is_node = |bind: &BindMount| {
+        bind.source.starts_with(NODES)
+            && fs::metadata(&bind.source).is_ok_and(|it| DeviceNode::of(&it).is_some())
+    };
     for bind in binds.iter().filter(|bind| !is_node(bind)) {
         let mount = &mut document["mounts"][bind.index];
         if mount["options"].is_null() {

@@ -5,7 +5,7 @@
 
 use std::{
     fs,
-    os::unix::fs::MetadataExt,
+    os::unix::fs::{FileTypeExt, MetadataExt},
     path::{Path, PathBuf},
 };
 
@@ -27,14 +27,19 @@ const MAX_MOUNTS: usize = 10_000;
 /// sources are in the bundle. Returns whether the spec was changed.
 ///
 /// The node of a block device becomes one of `linux.devices`. The host's /dev becomes a file system with the nodes of
-/// the devices that the guest has. Refuses another directory of /dev. Blocks.
-pub(super) fn replace(document: &mut Value, bundle: &Path) -> Result<bool, RequestError> {
+/// the devices that the guest has. Their numbers are the guest's: [`add_missing`] adds them when the devices of the host
+/// are found. Returns them if the spec was changed. Refuses another directory of /dev in which there are nodes. Blocks.
+pub(super) fn replace(document: &mut Value, bundle: &Path) -> Result<Option<Vec<Value>>, RequestError> {
     replace_below(document, bundle, Path::new(NODES))
 }
 
-fn replace_below(document: &mut Value, bundle: &Path, dev: &Path) -> Result<bool, RequestError> {
-    let Some(mounts) = document.get_mut("mounts").and_then(Value::as_array_mut) else { return Ok(false) };
-    let (mut nodes, mut added) = (Vec::new(), Vec::new());
+fn replace_below(
+    document: &mut Value,
+    bundle: &Path,
+    dev: &Path,
+) -> Result<Option<Vec<Value>>, RequestError> {
+    let Some(mounts) = document.get_mut("mounts").and_then(Value::as_array_mut) else { return Ok(None) };
+    let (mut asked, mut nodes, mut added) = (Vec::new(), Vec::new(), Vec::new());
     let mut result = Ok(());
     let mut index = 0..MAX_MOUNTS;
     mounts.retain_mut(|mount| {
@@ -42,7 +47,7 @@ fn replace_below(document: &mut Value, bundle: &Path, dev: &Path) -> Result<bool
         match Source::of(mount, bundle, dev) {
             Source::Other => true,
             Source::Block(node) => {
-                nodes.push(node_of(mount, &node));
+                asked.push(node_of(mount, &node));
                 false
             }
             Source::Dev => {
@@ -64,12 +69,17 @@ fn replace_below(document: &mut Value, bundle: &Path, dev: &Path) -> Result<bool
         }
     });
     result?;
-    let is_changed = !nodes.is_empty();
+    let is_changed = !(asked.is_empty() && nodes.is_empty());
     // One that the spec has itself stays.
     added.retain(|new: &Value| !mounts.iter().any(|mount| mount["destination"] == new["destination"]));
     mounts.extend(added);
-    add_nodes(document, nodes);
-    Ok(is_changed)
+    // A privileged container has all nodes of its host. One that it has twice was asked for.
+    if !asked.is_empty()
+        && let Some(listed) = devices(document)
+    {
+        listed.extend(asked);
+    }
+    Ok(is_changed.then_some(nodes))
 }
 
 /// What the source of a mount is.
@@ -102,8 +112,11 @@ impl Source {
             (None, Ok(dev)) if found.is_dir() && found.dev() == dev.dev() => {
                 if found.ino() == dev.ino() {
                     Self::Dev
-                } else {
+                } else if has_nodes(&path, &mut 0) {
                     Self::BelowDev(path)
+                } else {
+                    // Of links, as /dev/disk.
+                    Self::Other
                 }
             }
             _ => Self::Other,
@@ -153,14 +166,36 @@ fn mounts_below(place: &Path) -> [Value; 2] {
     ]
 }
 
-/// Adds nodes to `linux.devices`, except where the spec has one at the same path.
-fn add_nodes(document: &mut Value, nodes: Vec<Value>) {
-    let Some(linux) = document.get_mut("linux").and_then(Value::as_object_mut) else { return };
+/// Whether there are nodes in a directory of /dev, or more entries than the limit.
+fn has_nodes(directory: &Path, seen: &mut usize) -> bool {
+    const MAX_ENTRIES: usize = 10_000;
+    let Ok(entries) = fs::read_dir(directory) else { return true };
+    entries.flatten().any(|entry| {
+        *seen += 1;
+        match entry.file_type() {
+            Ok(kind) if *seen < MAX_ENTRIES && kind.is_dir() => has_nodes(&entry.path(), seen),
+            Ok(kind) => *seen >= MAX_ENTRIES || kind.is_block_device() || kind.is_char_device(),
+            Err(_) => true,
+        }
+    })
+}
+
+/// `linux.devices`.
+fn devices(document: &mut Value) -> Option<&mut Vec<Value>> {
+    let linux = document.get_mut("linux")?.as_object_mut()?;
     let listed = linux.entry("devices").or_insert(Value::Null);
     if listed.is_null() {
         *listed = Vec::<Value>::new().into();
     }
-    let Some(listed) = listed.as_array_mut() else { return };
+    listed.as_array_mut()
+}
+
+/// Adds nodes of the guest's devices to `linux.devices`, except where the spec has one at the same path.
+pub(super) fn add_missing(document: &mut Value, nodes: Vec<Value>) {
+    if nodes.is_empty() {
+        return;
+    }
+    let Some(listed) = devices(document) else { return };
     for node in nodes {
         if !listed.iter().any(|other| other["path"] == node["path"]) {
             listed.push(node);
@@ -190,13 +225,15 @@ mod tests {
         std::os::unix::fs::symlink("node", &link).unwrap();
         let data = bind(Path::new("/var"), "/data");
         let mounts = json!([bind(&link, "/dev/xvda"), data, {"destination": "/dev", "type": "tmpfs"}]);
-        let mut document = json!({"mounts": mounts, "linux": {}});
-        assert!(replace_below(&mut document, Path::new("/"), dir.path()).unwrap());
+        // A privileged container has the node of its host at that path.
+        let of_host = json!({"path": "/dev/xvda", "type": "b", "major": 8, "minor": 16});
+        let mut document = json!({"mounts": mounts, "linux": {"devices": [of_host]}});
+        assert_eq!(replace_below(&mut document, Path::new("/"), dir.path()).unwrap(), Some(Vec::new()));
         assert_eq!(document["mounts"], json!([data, {"destination": "/dev", "type": "tmpfs"}]));
         let expected = json!({
             "path": "/dev/xvda", "type": "b", "major": 8, "minor": 16, "fileMode": 0o640, "uid": 0, "gid": 0,
         });
-        assert_eq!(document["linux"]["devices"], json!([expected]));
+        assert_eq!(document["linux"]["devices"], json!([of_host, expected]));
     }
 
     #[test]
@@ -204,12 +241,18 @@ mod tests {
         private_mounts();
         let dir = tempfile::tempdir().unwrap();
         mount(Some("t"), dir.path(), Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
+        fs::create_dir_all(dir.path().join("disk/by-id")).unwrap();
+        std::os::unix::fs::symlink("../../sda", dir.path().join("disk/by-id/one")).unwrap();
         fs::create_dir(dir.path().join("dri")).unwrap();
+        mknod(&dir.path().join("dri/card0"), SFlag::S_IFCHR, Mode::empty(), makedev(226, 0)).unwrap();
         let own = json!({"destination": "/dev/shm", "type": "bind", "source": "/var"});
         let fuse = json!({"path": "/dev/fuse", "type": "c", "major": 10, "minor": 229, "fileMode": 0o600});
         let mounts = json!([bind(dir.path(), "/dev"), own]);
         let mut document = json!({"mounts": mounts, "linux": {"devices": [fuse]}});
-        assert!(replace_below(&mut document, Path::new("/"), dir.path()).unwrap());
+        let nodes = replace_below(&mut document, Path::new("/"), dir.path()).unwrap().unwrap();
+        // They are not taken for nodes of the host.
+        assert_eq!(document["linux"]["devices"], json!([fuse]));
+        add_missing(&mut document, nodes);
         let mounts = document["mounts"].as_array().unwrap();
         let types: Vec<_> = mounts.iter().map(|it| (it["destination"].clone(), it["type"].clone())).collect();
         assert_eq!(
@@ -224,6 +267,8 @@ mod tests {
         let mut document = json!({"mounts": [bind(&dir.path().join("dri"), "/dri")], "linux": {}});
         let error = replace_below(&mut document, Path::new("/"), dir.path()).unwrap_err().to_string();
         assert!(error.contains("/dri, a directory of the host's devices is not implemented"), "{error}");
+        let links = json!({"mounts": [bind(&dir.path().join("disk"), "/dev/disk")], "linux": {}});
+        assert_eq!(replace_below(&mut links.clone(), Path::new("/"), dir.path()).unwrap(), None);
         umount2(dir.path(), MntFlags::MNT_DETACH).unwrap();
     }
 
@@ -239,8 +284,8 @@ mod tests {
             7,
         ]);
         let mut document = json!({"mounts": mounts, "linux": {}});
-        assert!(!replace(&mut document, Path::new("/")).unwrap());
+        assert_eq!(replace(&mut document, Path::new("/")).unwrap(), None);
         assert_eq!(document["mounts"], mounts);
-        assert!(!replace(&mut json!({}), Path::new("/")).unwrap());
+        assert_eq!(replace(&mut json!({}), Path::new("/")).unwrap(), None);
     }
 }

@@ -73,8 +73,8 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "a block device needs a node, and the guest's kernel lacks most character devices",
     ),
     (
-        "directories of the host's /dev as volumes. /dev itself is not refused: the container sees a file system with \
-         the nodes of the guest's devices, without the host's sockets and links",
+        "directories of the host's /dev with nodes in them as volumes. /dev itself is not refused: the container sees a \
+         file system with the nodes of the guest's devices, without the host's sockets and links",
         "the numbers of the host's nodes mean other devices in the guest",
     ),
     (
