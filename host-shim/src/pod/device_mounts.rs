@@ -27,8 +27,8 @@ const MAX_MOUNTS: usize = 10_000;
 /// sources are in the bundle. Returns whether the spec was changed.
 ///
 /// The node of a block device becomes one of `linux.devices`. The host's /dev becomes a file system with the nodes of
-/// the devices that the guest has. Their numbers are the guest's: [`add_missing`] adds them when the devices of the host
-/// are found. Returns them if the spec was changed. Refuses another directory of /dev in which there are nodes. Blocks.
+/// the devices that the guest has. Their numbers are the guest's: [`add_missing`] adds them when the host's devices are
+/// found. Returns them if the spec was changed. Refuses another directory of /dev in which there are nodes. Blocks.
 pub(super) fn replace(document: &mut Value, bundle: &Path) -> Result<Option<Vec<Value>>, RequestError> {
     replace_below(document, bundle, Path::new(NODES))
 }
