@@ -18,7 +18,7 @@ use super::memory::cpu_overhead;
 use super::network::{GATEWAY, expect_hello, serve};
 use crate::containerd::Version;
 use crate::cri::messages::*;
-use crate::ctr::{Host, Runtime};
+use crate::ctr::Host;
 use crate::fields::cri::{FIELDS, MESSAGES};
 use crate::pods::Pod;
 
@@ -224,10 +224,8 @@ fn limits(host: &Host) -> Result<()> {
     };
     let container = pod.container().resources(kubelets.clone()).start(&["sleep", "1000"])?;
     let script = "cd /sys/fs/cgroup && cat cpuset.cpus.effective cpu.max memory.max memory.min memory.high \
-                  memory.oom.group && grep Mems_allowed_list: /proc/self/status | cut -f2; \
-                  cat memory.swap.max 2>/dev/null || echo none";
+                  memory.oom.group && grep Mems_allowed_list: /proc/self/status | cut -f2; cat memory.swap.max";
     let expect = |max: &str, swap: &str| {
-        let swap = if host.runtime() == Runtime::Runc { swap } else { "none" };
         container
             .sh(script)?
             .succeeds()?
