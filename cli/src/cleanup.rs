@@ -50,12 +50,7 @@ mod tests {
     use std::fs;
 
     use super::*;
-
-    fn shown(show: impl FnOnce(&mut Vec<u8>) -> Result<(), CommandError>) -> String {
-        let mut out = Vec::new();
-        show(&mut out).unwrap();
-        String::from_utf8(out).unwrap()
-    }
+    use crate::output::shown;
 
     #[test]
     fn what_nobody_uses_is_listed_or_removed() {

@@ -73,12 +73,7 @@ mod tests {
     use std::fs;
 
     use super::*;
-
-    fn shown(show: impl FnOnce(&mut Vec<u8>) -> Result<(), CommandError>) -> String {
-        let mut out = Vec::new();
-        show(&mut out).unwrap();
-        String::from_utf8(out).unwrap()
-    }
+    use crate::output::shown;
 
     #[test]
     fn pods_that_cannot_be_read_are_listed_with_the_reason() {

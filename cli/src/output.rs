@@ -79,6 +79,14 @@ pub(crate) fn age(seconds: u64) -> String {
     }
 }
 
+/// What a command shows.
+#[cfg(test)]
+pub(crate) fn shown(show: impl FnOnce(&mut Vec<u8>) -> Result<(), crate::error::CommandError>) -> String {
+    let mut out = Vec::new();
+    show(&mut out).unwrap();
+    String::from_utf8(out).unwrap()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -86,12 +86,7 @@ mod tests {
     use std::fs;
 
     use super::*;
-
-    fn shown(show: impl FnOnce(&mut Vec<u8>) -> Result<(), CommandError>) -> String {
-        let mut out = Vec::new();
-        show(&mut out).unwrap();
-        String::from_utf8(out).unwrap()
-    }
+    use crate::output::shown;
 
     #[test]
     fn templates_are_removed_by_name_or_all() {

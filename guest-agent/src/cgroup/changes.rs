@@ -35,14 +35,14 @@ impl Cgroup {
         T: Send + 'static,
         E: From<CgroupError> + Send + 'static,
     {
-        match timeout(patience, self.change_at_last(change)).await {
+        match timeout(patience, self.change_without_deadline(change)).await {
             Ok(changed) => changed,
             Err(_) => Err(CgroupError::Slow { seconds: patience.as_secs() }.into()),
         }
     }
 
     /// The same as [`Cgroup::change`], however long earlier changes and this one take.
-    pub async fn change_at_last<T, E>(
+    pub async fn change_without_deadline<T, E>(
         self: &Arc<Self>,
         change: impl FnOnce(&Self) -> Result<T, E> + Send + 'static,
     ) -> Result<T, E>

@@ -67,7 +67,7 @@ impl Container {
             put_back?;
             set_member_ceiling(cgroup, may_have_neighbours, &reserve)
         };
-        self.cgroup.change_at_last(undo).await
+        self.cgroup.change_without_deadline(undo).await
     }
 }
 

@@ -228,7 +228,7 @@ async fn rest(agent: Agent, which: u8) -> Result<(), AgentError> {
         25 => agent.remove_network(ID, [0; 6]).await,
         26 => agent.find_disk("8:16").await.map(drop),
         27 => agent.unmount_disk("root-1").await,
-        28 => agent.undo_update_at_last(ID, 1).await,
+        28 => agent.undo_update_without_deadline(ID, 1).await,
         _ => agent.shutdown(LATER / 2).await,
     }
 }

@@ -18,12 +18,13 @@ use rustix::{
 };
 use tokio::time::timeout;
 
-use crate::host::blocking::{self, BlockingError};
+use crate::host::{
+    blocking::{self, BlockingError},
+    device_node::NODES,
+};
 
 /// Where the kernel lists block devices by their numbers (kernel, Documentation/ABI/stable/sysfs-dev).
 const DIRECTORY: &str = "/sys/dev/block";
-/// Where the kernel makes their nodes (devtmpfs).
-const NODES: &str = "/dev";
 
 /// How long opening a device may take. A disk may have to spin up.
 const OPEN: Duration = Duration::from_secs(30);

@@ -53,6 +53,13 @@ async fn by<T>(deadline: Instant, part: impl Future<Output = Result<T, TaskError
     timeout_at(deadline, part).await.unwrap_or(Err(late))
 }
 
+/// The limits have changed. A vCPU more or less than they need is no reason to say that they have not.
+fn warn_of_vcpus(container: &str, fitted: Result<(), TaskError>) {
+    if let Err(error) = fitted {
+        tracing::warn!(container, error = chain(&error), "the vCPUs do not follow the limits");
+    }
+}
+
 impl Container {
     /// The processes by their ids in the guest: none of the host's processes belongs to the container. containerd,
     /// when it is restarted, ends a shim whose list is empty or late. So a container that has ended, or whose guest
@@ -109,17 +116,14 @@ impl Container {
     fn undo_late_update(&self, updates: OwnedMutexGuard<u64>) {
         let (pod, guest, id) = (Arc::clone(&self.pod), self.guest.clone(), self.id.clone());
         let undo = async move {
-            match guest.agent.undo_update_at_last(&id, *updates).await {
+            match guest.agent.undo_update_without_deadline(&id, *updates).await {
                 Ok(()) => {
                     tracing::info!(
                         container = id,
                         "the limits are those from before an update that was late"
                     );
                     // On the host too: the update has changed the vCPUs before it asked the guest.
-                    if let Err(error) = pod.fit_processors(&guest).await {
-                        let error = chain(&error);
-                        tracing::warn!(container = id, error, "the vCPUs do not follow the limits");
-                    }
+                    warn_of_vcpus(&id, pod.fit_processors(&guest).await);
                 }
                 Err(error) => {
                     let error = chain(&error);
@@ -190,9 +194,7 @@ impl Container {
             return updated;
         }
         // The update is made. A vCPU that stays online takes nothing from anybody.
-        if let Err(error) = by(deadline, pod.fit_processors(&self.guest)).await {
-            tracing::warn!(container = self.id, error = chain(&error), "the vCPUs do not follow the limits");
-        }
+        warn_of_vcpus(&self.id, by(deadline, pod.fit_processors(&self.guest)).await);
         updated
     }
 

@@ -1,7 +1,7 @@
 //! The device nodes of a spec. A node names a device by the numbers of the host. A character device is one that the
 //! guest's kernel has too. A block device is the host's, which the VM gets.
 
-use std::{collections::BTreeSet, io, ops::RangeInclusive, path::Path};
+use std::{collections::BTreeMap, io, ops::RangeInclusive, path::Path};
 
 use bulkhead_agent_api::devices::{DEVICES, Kind};
 use serde_json::{Value, json};
@@ -243,27 +243,19 @@ fn leave_out_unasked<'d>(
     devices: &'d [Device],
     host: &impl Host,
 ) -> Vec<(&'d Device, Origin)> {
-    let paths: BTreeSet<_> = devices.iter().map(|device| device.path.as_path()).collect();
-    let has_all = OF_EVERY_HOST.iter().all(|path| paths.contains(Path::new(path)));
     // Of two nodes at one path, the last one counts. An engine adds what it is asked for to the nodes of the host.
-    let mut later = BTreeSet::new();
-    let mut twice = BTreeSet::new();
-    let mut origins: Vec<Option<Origin>> = Vec::with_capacity(devices.len());
-    for device in devices.iter().rev() {
-        let is_last = later.insert(device.path.as_path());
-        if !is_last {
-            twice.insert(device.path.as_path());
-        }
-        origins.push(is_last.then_some(Origin::OfHost));
+    let mut at_path: BTreeMap<&Path, Vec<usize>> = BTreeMap::new();
+    for (index, device) in devices.iter().enumerate() {
+        at_path.entry(&device.path).or_default().push(index);
     }
-    origins.reverse();
-    for (device, origin) in devices.iter().zip(&mut origins).filter(|(_, origin)| origin.is_some()) {
-        *origin = if !has_all || twice.contains(device.path.as_path()) || !is_of_host(device, host) {
-            Some(Origin::Asked)
-        } else {
-            is_in_guest(device).then_some(Origin::OfHost)
+    let has_all = OF_EVERY_HOST.iter().all(|path| at_path.contains_key(Path::new(path)));
+    let origin =
+        |(index, device): (usize, &Device)| match at_path.get(device.path.as_path()).map(Vec::as_slice) {
+            Some([.., last]) if *last != index => None,
+            Some([_]) if has_all && is_of_host(device, host) => is_in_guest(device).then_some(Origin::OfHost),
+            _ => Some(Origin::Asked),
         };
-    }
+    let origins: Vec<_> = devices.iter().enumerate().map(origin).collect();
     if let Some(nodes) = document.pointer_mut("/linux/devices").and_then(Value::as_array_mut) {
         let mut stays = origins.iter().map(Option::is_some);
         nodes.retain(|_| stays.next().unwrap_or(true));

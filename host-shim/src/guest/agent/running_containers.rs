@@ -53,7 +53,7 @@ impl Agent {
     }
 
     /// Undoes an update that was not answered in time, when the agent answers again: without a deadline.
-    pub(crate) async fn undo_update_at_last(&self, id: &str, number: u64) -> Result<(), AgentError> {
+    pub(crate) async fn undo_update_without_deadline(&self, id: &str, number: u64) -> Result<(), AgentError> {
         let mut request = agent::UndoUpdateRequest::new();
         request.container_id = id.into();
         request.number = number;
