@@ -35,6 +35,9 @@ const KERNEL_ARGUMENTS: &str = "root=/dev/vda rw quiet console=ttyS0 net.ifnames
 
 /// The variable that sets the number of processors of the inner host.
 const PROCESSORS: &str = "BULKHEAD_RIG_PROCESSORS";
+/// The variable that sets the model of the inner host's processor, in QEMU's words. An emulated one needs `+svm,+npt`
+/// and AMD's vendor name, also if the model is Intel's: QEMU emulates SVM, and not VMX.
+const MODEL: &str = "BULKHEAD_RIG_CPU";
 
 /// What runs the inner host's instructions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -87,8 +90,9 @@ impl Accelerator {
             Accelerator::Kvm => ("kvm", "host", "2"),
             Accelerator::Tcg => ("tcg", "EPYC,+svm,+npt", "1"),
         };
-        let processors = env::var(PROCESSORS).unwrap_or_else(|_| processors.to_owned());
-        ["-accel", accelerator, "-cpu", model, "-smp", &processors].map(str::to_owned).into()
+        let set = |variable, default: &str| env::var(variable).unwrap_or_else(|_| default.to_owned());
+        let (model, processors) = (set(MODEL, model), set(PROCESSORS, processors));
+        ["-accel", accelerator, "-cpu", &model, "-smp", &processors].map(str::to_owned).into()
     }
 }
 
