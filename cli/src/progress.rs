@@ -132,7 +132,10 @@ fn show(what: &str, unit: Unit, count: &Count, is_over: &Receiver<()>) {
     if is_over.recv_timeout(DELAY) != Err(RecvTimeoutError::Timeout) {
         return;
     }
-    let bar = BARS.add(ProgressBar::no_length().with_elapsed(DELAY));
+    let bar = ProgressBar::hidden().with_elapsed(DELAY);
+    // Before it is on the terminal, so that it is drawn as a whole.
+    count.show(&bar, what, unit);
+    let bar = BARS.add(bar);
     loop {
         count.show(&bar, what, unit);
         if is_over.recv_timeout(TICK) != Err(RecvTimeoutError::Timeout) {
