@@ -7,6 +7,7 @@ use bulkhead_host_shim::operator::{Garbage, Removed, chain, garbage, one_line, r
 use crate::{
     error::CommandError,
     output::listing,
+    progress::during,
     run::directory::{leftovers, remove_leftovers},
 };
 
@@ -30,12 +31,13 @@ pub(crate) fn gc(
         return Ok(true);
     }
     // First those of killed runs, because their shims still live.
-    let runs = remove_leftovers().into_iter().map(|(path, removed)| Removed {
-        garbage: Garbage { path, reason: KILLED },
-        error: removed.err().map(|error| chain(&error)),
+    let removed: Vec<_> = during("removing what nobody uses", is_json, |count| {
+        let runs = remove_leftovers().into_iter().map(|(path, removed)| Removed {
+            garbage: Garbage { path, reason: KILLED },
+            error: removed.err().map(|error| chain(&error)),
+        });
+        runs.chain(remove_garbage(root, |done, pods| count.set(done as u64, pods as u64))).collect()
     });
-    let mut removed: Vec<_> = runs.collect();
-    removed.extend(remove_garbage(root));
     let cells = |removed: &Removed| {
         let result =
             removed.error.as_ref().map_or_else(|| "removed".into(), |error| format!("failed: {error}"));

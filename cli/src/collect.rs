@@ -18,6 +18,7 @@ use crate::{
     containerd::{Containerd, handlers},
     error::CommandError,
     output,
+    progress::{Count, during},
 };
 
 /// The directory in the archive.
@@ -50,14 +51,22 @@ pub(crate) fn collect(out: &mut impl Write, path: &Path, config: &ConfigFile) ->
     // The names of files and of programs are not for everybody.
     let file = File::options().write(true).create_new(true).mode(0o600).open(path).map_err(write)?;
     let mut archive = Archive { builder: Builder::new(file), time: now() };
-    fill(&mut archive, config, Path::new(STATE_ROOT)).map_err(write)?;
+    let root = Path::new(STATE_ROOT);
+    during("collecting", false, |count| fill(&mut archive, config, root, count)).map_err(write)?;
     let size = archive.builder.into_inner().and_then(|file| file.metadata()).map_err(write)?.len();
     writeln!(out, "wrote {} ({}): read it before you send it", path.display(), output::mib(size))
         .map_err(CommandError::Output)
 }
 
-fn fill<W: Write>(archive: &mut Archive<W>, config: &ConfigFile, root: &Path) -> io::Result<()> {
+fn fill<W: Write>(
+    archive: &mut Archive<W>,
+    config: &ConfigFile,
+    root: &Path,
+    count: &Count,
+) -> io::Result<()> {
+    count.set_detail("versions");
     archive.add("versions.txt", &versions(config))?;
+    count.set_detail("checks");
     let mut checks = Vec::new();
     check::print(&mut checks, &check::check(config), false)?;
     archive.add("check.txt", &String::from_utf8_lossy(&checks))?;
@@ -65,7 +74,9 @@ fn fill<W: Write>(archive: &mut Archive<W>, config: &ConfigFile, root: &Path) ->
         Ok(config) => archive.add_json("config.json", &config.settings())?,
         Err(error) => archive.add("config.json", &chain(&error))?,
     }
+    count.set_detail("handlers of containerd");
     archive.add("containerd-handlers.json", &all_handlers())?;
+    count.set_detail("pods and templates");
     match pods(root) {
         Ok(pods) => archive.add_json("pods.json", &pods)?,
         Err(error) => archive.add("pods.json", &error.to_string())?,
@@ -78,8 +89,11 @@ fn fill<W: Write>(archive: &mut Archive<W>, config: &ConfigFile, root: &Path) ->
         Ok(garbage) => archive.add_json("garbage.json", &garbage)?,
         Err(error) => archive.add("garbage.json", &error.to_string())?,
     }
+    count.set_detail("messages of the kernel");
     archive.add("kernel.txt", &kernel_messages())?;
+    count.set_detail("messages of the shims");
     archive.add("containerd.txt", &shim_messages())?;
+    count.set_detail("state of the pods");
     let mut listing = String::new();
     state(archive, root, root, &mut listing)?;
     archive.add("state.txt", &listing)
@@ -208,7 +222,7 @@ mod tests {
 
     fn collected(root: &Path) -> BTreeMap<String, String> {
         let mut archive = Archive { builder: Builder::new(Vec::new()), time: 0 };
-        fill(&mut archive, &ConfigFile { config: None }, root).unwrap();
+        fill(&mut archive, &ConfigFile { config: None }, root, &Count::default()).unwrap();
         let bytes = archive.builder.into_inner().unwrap();
         let mut archive = tar::Archive::new(bytes.as_slice());
         let read = |entry: io::Result<tar::Entry<'_, _>>| {

@@ -18,6 +18,7 @@ mod logs;
 mod metrics;
 mod output;
 mod pod;
+mod progress;
 mod run;
 mod templates;
 mod top;
@@ -51,7 +52,7 @@ fn main() -> ExitCode {
     // The library of the shim logs what it cannot undo.
     tracing_subscriber::fmt()
         .with_max_level(tracing::Level::WARN)
-        .with_writer(io::stderr)
+        .with_writer(|| progress::Stderr)
         .with_target(false)
         .without_time()
         .init();
@@ -105,7 +106,7 @@ fn run(command: Command, out: &mut impl Write, errors: &mut impl Write) -> Resul
     let status = |is_well: bool| if is_well { ExitCode::SUCCESS } else { ExitCode::FAILURE };
     match command {
         Command::Check { format, config } => {
-            let findings = check::check(&config);
+            let findings = progress::during("checking this host", format.json, |_| check::check(&config));
             check::print(out, &findings, format.json).map_err(CommandError::Output)?;
             return Ok(status(check::is_fit(&findings)));
         }

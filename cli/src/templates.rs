@@ -13,6 +13,7 @@ use crate::{
     config_file::ConfigFile,
     error::CommandError,
     output::{age, listing, mib, or_none},
+    progress,
 };
 
 /// `bulkhead template ls`.
@@ -38,21 +39,25 @@ pub(crate) fn ls(out: &mut impl Write, root: &Path, is_json: bool) -> Result<(),
 
 /// `bulkhead template build`.
 pub(crate) fn build(out: &mut impl Write, root: &Path, config: &ConfigFile) -> Result<(), CommandError> {
-    let tell = |built: Built| {
-        let name = one_line(&built.path.file_name().unwrap_or_default().to_string_lossy());
-        let (online, vcpus) = built.vcpus;
-        let vm = format!("{} MiB, {online} of {vcpus} vCPUs online", built.memory_mib);
-        match built.took {
-            Some(took) => writeln!(out, "made {name} ({vm}) in {:.1} s", took.as_secs_f64())?,
-            None => writeln!(out, "kept {name} ({vm})")?,
-        }
-        // So that it is seen while the next one is made.
-        out.flush()
-    };
-    build_templates(root, &config.load()?, tell).map_err(|error| match error {
+    let tell = |built: Built| progress::apart(|| tell(out, &built));
+    let config = config.load()?;
+    let built = progress::during("making templates", false, |_| build_templates(root, &config, tell));
+    built.map_err(|error| match error {
         BuildError::Tell(error) => CommandError::Output(error),
         error => CommandError::Build(error),
     })
+}
+
+fn tell(out: &mut impl Write, built: &Built) -> io::Result<()> {
+    let name = one_line(&built.path.file_name().unwrap_or_default().to_string_lossy());
+    let (online, vcpus) = built.vcpus;
+    let vm = format!("{} MiB, {online} of {vcpus} vCPUs online", built.memory_mib);
+    match built.took {
+        Some(took) => writeln!(out, "made {name} ({vm}) in {:.1} s", took.as_secs_f64())?,
+        None => writeln!(out, "kept {name} ({vm})")?,
+    }
+    // So that it is seen while the next one is made.
+    out.flush()
 }
 
 /// `bulkhead template rm`.

@@ -21,6 +21,7 @@ use crate::{
         block::{Change, Version},
         files::Removal,
     },
+    progress::{Count, during},
 };
 
 /// The directory of containerd 2 for files that are imported, and that of k3s and RKE2, beside the configuration that
@@ -364,7 +365,8 @@ fn finish(
         [_, _, ..] => containerd.units().iter().find(is_active).copied().unwrap_or(first),
         _ => first,
     };
-    command_output::output("systemctl", &["restart", unit]).map_err(CommandError::Restart)?;
+    let restart = |_: &Count| command_output::output("systemctl", &["restart", unit]);
+    during(&format!("restarting {unit}"), false, restart).map_err(CommandError::Restart)?;
     say(out, &format!("restarted {unit}"))
 }
 

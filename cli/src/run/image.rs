@@ -15,6 +15,7 @@ use serde::{Deserialize, de::DeserializeOwned};
 use sha2::{Digest, Sha256};
 use tar::{Archive, EntryType};
 
+use crate::progress::{Count, CountedReader};
 use crate::run::{
     regular_file::open_below,
     unpack::{self, Kind, UnpackError},
@@ -176,14 +177,16 @@ impl Image {
         Ok(Self { blobs, layers, settings: configuration.config.unwrap_or_default() })
     }
 
-    /// Unpacks the layers below `root`. Together they have `most` bytes at most.
-    pub(super) fn unpack(&self, root: &File, most: u64) -> Result<(), ImageError> {
+    /// Unpacks the layers below `root`. Together they have `most` bytes at most. Counts the bytes that it has read.
+    pub(super) fn unpack(&self, root: &File, most: u64, count: &Count) -> Result<(), ImageError> {
         let budget = Rc::new(Cell::new(most));
+        count.set(0, self.bytes());
         for (index, (name, diff_id)) in self.layers.iter().enumerate() {
             let number = index + 1;
+            count.set_detail(&format!("layer {number} of {}", self.layers.len()));
             let failed = |source| ImageError::Layer { number, source };
-            let archive =
-                unpack::decompressed(self.blobs.open_file(name)?, Rc::clone(&budget)).map_err(failed)?;
+            let file = CountedReader { inner: self.blobs.open_file(name)?, count: count.clone() };
+            let archive = unpack::decompressed(file, Rc::clone(&budget)).map_err(failed)?;
             let mut archive = Digesting { inner: archive, digest: Sha256::new() };
             unpack::unpack(&mut archive, root, Kind::Layer).map_err(failed)?;
             // What follows the end of the archive belongs to the digest.
@@ -193,6 +196,15 @@ impl Image {
             }
         }
         Ok(())
+    }
+
+    /// The size of all layers as they are stored. Of one that cannot be opened, its unpacking says why.
+    fn bytes(&self) -> u64 {
+        let files = self.layers.iter().filter_map(|(name, _)| self.blobs.open_file(name).ok());
+        // A file in an archive is a part of the file that is open.
+        let size =
+            |file: io::Take<File>| file.get_ref().metadata().map_or(0, |all| all.len().min(file.limit()));
+        files.map(size).fold(0, u64::saturating_add)
     }
 }
 

@@ -52,6 +52,8 @@ use self::{
     user::User,
 };
 
+use crate::progress::{Progress, Unit};
+
 pub(crate) use self::{error::FAILED, options::Options};
 
 const SIGHUP: i32 = 1;
@@ -158,16 +160,20 @@ async fn run_in(
     let deadline =
         options.timeout.map(|after| (tokio::time::Instant::now() + after, End::TimedOut { after }));
     // An archive may be long, and come from a pipe.
-    let prepared = tokio::task::spawn_blocking(move || source.prepare(&layer, bytes));
+    let unpacking = Progress::begin(&source.work(), Unit::Bytes);
+    let count = unpacking.count().clone();
+    let prepared = tokio::task::spawn_blocking(move || source.prepare(&layer, bytes, &count));
     let root = tokio::select! {
         biased;
         signal = signals.next() => return Err(interrupted(signal)),
         end = late(deadline) => return Ok(end),
         root = prepared => root.map_err(|error| RunError::Begin(io::Error::other(error)))??,
     };
+    drop(unpacking);
     bundle::write(directory.path(), options, &program(directory, options, &root)?)?;
     let fifos = Fifos::make(directory.path(), options.tty)
         .map_err(|source| RunError::Prepare { path: directory.path().into(), source })?;
+    let starting = Progress::begin("starting the microVM", Unit::Items);
     let started = || directory.has_shim.set(true);
     let shim = Shim::start(directory.id(), directory.path(), config.as_deref(), started).await?;
     let ended = async {
@@ -185,6 +191,8 @@ async fn run_in(
         if options.network == Network::Nat {
             connect(directory, &shim, vmm).await?;
         }
+        // From here on, the terminal belongs to the program.
+        drop(starting);
         follow(&shim, options, fifos, tail, signals).await
     };
     let mut end = match ended.await {

@@ -12,6 +12,7 @@ use std::{
 
 use containerd_shim_protos::api::Mount;
 
+use crate::progress::{Count, CountedReader};
 use crate::run::{
     error::RunError,
     image::{Image, Settings},
@@ -67,8 +68,17 @@ impl Source {
         Ok(Self::Directory { path, directory })
     }
 
-    /// Makes the root, of this size at most, in the directory of the run. Blocks.
-    pub(super) fn prepare(self, layer: &Path, bytes: u64) -> Result<Root, RunError> {
+    /// What takes long in [`Self::prepare`].
+    pub(super) fn work(&self) -> String {
+        match self {
+            Self::Directory { path, .. } => format!("preparing {}", path.display()),
+            Self::Archive { path, .. } | Self::Image { path, .. } => format!("unpacking {}", path.display()),
+        }
+    }
+
+    /// Makes the root, of this size at most, in the directory of the run. Counts the bytes that it has read of an
+    /// archive or of an image. Blocks.
+    pub(super) fn prepare(self, layer: &Path, bytes: u64, count: &Count) -> Result<Root, RunError> {
         let upper = layer.join("upper");
         let failed = |source| RunError::Prepare { path: layer.into(), source };
         fs::create_dir(&upper).map_err(failed)?;
@@ -95,6 +105,9 @@ impl Source {
             }
             Self::Archive { path, file } => {
                 let directory = File::open(&upper).map_err(failed)?;
+                // 0 if it is a pipe.
+                count.set(0, file.metadata().map_or(0, |metadata| metadata.len()));
+                let file = CountedReader { inner: file, count: count.clone() };
                 unpack::decompressed(file, Rc::new(Cell::new(most)))
                     .and_then(|archive| unpack::unpack(archive, &directory, Kind::Root))
                     .map_err(|source| RunError::Archive { path, source })?;
@@ -102,7 +115,7 @@ impl Source {
             }
             Self::Image { path, image } => {
                 let directory = File::open(&upper).map_err(failed)?;
-                image.unpack(&directory, most).map_err(|source| RunError::Image { path, source })?;
+                image.unpack(&directory, most, count).map_err(|source| RunError::Image { path, source })?;
                 unpacked(directory, image.settings)
             }
         }

@@ -50,9 +50,12 @@ pub fn garbage(root: &Path) -> io::Result<Vec<Garbage>> {
 }
 
 /// Removes it, in the same way as each shim does when it starts. A pod whose shim lives is left alone. Blocks.
-pub fn remove_garbage(root: &Path) -> Vec<Removed> {
+pub fn remove_garbage(root: &Path, mut tell: impl FnMut(usize, usize)) -> Vec<Removed> {
     let mut removed = Vec::new();
-    for path in state_dir::pods(root).collect::<Vec<_>>() {
+    let pods: Vec<_> = state_dir::pods(root).collect();
+    let all = pods.len();
+    for (done, path) in pods.into_iter().enumerate() {
+        tell(done, all);
         if let Some(result) = state_dir::remove_abandoned(&path) {
             let garbage = Garbage { path, reason: CRASHED };
             removed.push(Removed { garbage, error: result.err().map(|error| chain(&error)) });
@@ -113,12 +116,12 @@ mod tests {
         let expected = Garbage { path: dead.clone(), reason: CRASHED };
         assert_eq!(garbage(&root).unwrap(), std::slice::from_ref(&expected));
         assert!(dead.exists(), "nothing is removed yet");
-        assert_eq!(remove_garbage(&root), [Removed { garbage: expected, error: None }]);
+        assert_eq!(remove_garbage(&root, |_, _| ()), [Removed { garbage: expected, error: None }]);
         assert!(!dead.exists() && living.exists());
         assert_eq!(garbage(&root).unwrap(), []);
         sleep.kill().unwrap();
         sleep.wait().unwrap();
-        remove_garbage(&root);
+        remove_garbage(&root, |_, _| ());
         assert!(!root.exists());
     }
 
@@ -135,7 +138,7 @@ mod tests {
         journal.record(Effect::Bundle { path: dir.path().join("no-bundle") }).unwrap();
         journal.record(Effect::Directory { path: path.clone() }).unwrap();
         fs::write(path.join("unknown"), "").unwrap();
-        let removed = remove_garbage(dir.path());
+        let removed = remove_garbage(dir.path(), |_, _| ());
         assert_eq!(removed.len(), 1);
         let error = removed[0].error.as_deref().unwrap();
         assert!(error.contains("directory not empty"), "{error}");
@@ -149,10 +152,10 @@ mod tests {
         assert_eq!(garbage(dir.path()).unwrap().len(), 1);
         let lock = File::open(&templates).unwrap();
         lock.lock().unwrap();
-        assert_eq!(remove_garbage(dir.path()), []);
+        assert_eq!(remove_garbage(dir.path(), |_, _| ()), []);
         assert!(templates.join(".77").exists());
         drop(lock);
-        assert_eq!(remove_garbage(dir.path()).len(), 1);
+        assert_eq!(remove_garbage(dir.path(), |_, _| ()).len(), 1);
         assert!(!templates.join(".77").exists());
     }
 }

@@ -21,7 +21,7 @@ use crate::dist::{self, Profile, source_dir};
 use crate::e2e::E2E;
 use crate::kernel;
 use crate::page::filled;
-use crate::progress::step;
+use crate::progress::{Bar, step};
 use crate::rig::{Accelerator, Io, Limit, Payload, Put, Rig, Session};
 use crate::tools::Tools;
 
@@ -266,7 +266,7 @@ fn measure(session: &mut Session, arguments: &BenchArguments) -> Result<Report> 
     }
     let argv: Vec<_> = argv.into_iter().map(str::to_owned).collect();
     let limit = REST_LIMIT + ROUND_LIMIT * arguments.rounds;
-    let status = session.run(&argv, Io::Shown(&mut Vec::new()), Limit::Whole(limit))?;
+    let status = run_rounds(session, &argv, Limit::Whole(limit))?;
     if status != 0 {
         bail!("bulkhead-e2e bench exits with status {status}");
     }
@@ -277,6 +277,45 @@ fn measure(session: &mut Session, arguments: &BenchArguments) -> Result<Report> 
         Limit::Whole(ROUND_LIMIT),
     )?;
     serde_json::from_slice(&numbers).context("cannot understand the numbers of bulkhead-e2e bench")
+}
+
+/// Runs a command that says which round begins, and returns its exit status.
+fn run_rounds(session: &mut Session, argv: &[String], limit: Limit) -> Result<u8> {
+    let bar = Bar::new("rounds");
+    let watch = |output: &[u8]| {
+        if let Some(Rounds { done, all, note }) = Rounds::read(&String::from_utf8_lossy(output)) {
+            bar.show(done, Some(all), note);
+        }
+    };
+    session.run(argv, Io::Watched(&mut Vec::new(), &watch), limit)
+}
+
+/// How far a command is.
+#[derive(Debug, PartialEq, Eq)]
+struct Rounds {
+    done: u64,
+    all: u64,
+    /// What it does after the rounds, or what is special about this one.
+    note: String,
+}
+
+impl Rounds {
+    /// Reads the lines `round 1 of 15`, to which something may be added, and what stands at the beginning of a line
+    /// after them. Round 0 does not count. None: no round has begun.
+    fn read(output: &str) -> Option<Rounds> {
+        let mut rounds: Option<Rounds> = None;
+        for line in output.lines().filter(|line| !line.starts_with(' ')) {
+            if let Some((number, rest)) = line.strip_prefix("round ").and_then(|line| line.split_once(" of "))
+            {
+                let (all, note) = rest.split_once(", ").unwrap_or((rest, ""));
+                let (number, all): (u64, u64) = (number.parse().ok()?, all.parse().ok()?);
+                rounds = Some(Rounds { done: number.saturating_sub(1), all, note: note.to_owned() });
+            } else if let Some(rounds) = &mut rounds {
+                (rounds.done, rounds.note) = (rounds.all, line.to_owned());
+            }
+        }
+        rounds
+    }
 }
 
 /// The whole page.
@@ -424,6 +463,17 @@ mod tests {
         ] {
             assert!(page.contains(row), "{page}");
         }
+    }
+
+    #[test]
+    fn rounds_are_counted_as_they_end() {
+        let read = |output: &str| Rounds::read(output).map(|Rounds { done, all, note }| (done, all, note));
+        assert_eq!(read("starting\n"), None);
+        let first = "starting\nround 0 of 3, which does not count\n";
+        assert_eq!(read(first), Some((0, 3, "which does not count".into())));
+        let second = format!("{first}round 1 of 3\nround 2 of 3\n  read: 7 ms\n");
+        assert_eq!(read(&second), Some((1, 3, String::new())));
+        assert_eq!(read(&format!("{second}20 pods at once\n")), Some((3, 3, "20 pods at once".into())));
     }
 
     #[test]

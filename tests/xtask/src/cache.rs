@@ -12,6 +12,8 @@ use std::time::{Duration, SystemTime};
 use anyhow::{Context, Result, bail};
 use sha2::{Digest, Sha256};
 
+use crate::progress;
+
 /// Entries of one name that are kept: those of the last few sets of inputs, such as two branches in turn.
 const KEPT_PER_NAME: usize = 3;
 
@@ -159,7 +161,7 @@ pub(crate) fn lock(path: &Path, what: &str) -> Result<File> {
     match file.try_lock() {
         Ok(()) => {}
         Err(TryLockError::WouldBlock) => {
-            eprintln!("    waiting for another run that makes the {what}");
+            progress::say(&format!("    waiting for another run that makes the {what}"));
             file.lock().with_context(context)?;
         }
         Err(TryLockError::Error(error)) => return Err(error).with_context(context),

@@ -20,8 +20,9 @@ use crate::case_sources;
 use crate::containerd::{self, Containerd};
 use crate::dist::{self, Profile, source_dir};
 use crate::outcomes::{self, Outcome, Passed};
+use crate::progress::Bar;
 use crate::rig::{Accelerator, Io, Limit, Payload, Rig};
-use crate::scheduling::{self, Slice};
+use crate::scheduling::{self, Course, Slice};
 use crate::test::{Tally, shown_output};
 use crate::tools::Tools;
 
@@ -108,7 +109,7 @@ pub(crate) struct Run {
 
 impl Run {
     pub(crate) fn tally(&self) -> Tally {
-        let failed = self.outcomes.iter().filter(|outcome| outcome.failure.is_some()).count();
+        let failed = failures(&self.outcomes);
         let passed = self.outcomes.len() - failed + self.remembered.len();
         Tally { passed: passed as u32, failed: failed as u32 }
     }
@@ -226,16 +227,24 @@ impl E2e {
             Hosts::This => 1,
         };
         let lost_hosts = AtomicU32::new(0);
-        let slices = Mutex::new(scheduling::slices(&left, workers).into_iter());
+        let slices = scheduling::slices(&left, workers);
+        let (bar, course) = (Bar::new("end-to-end cases"), Mutex::new(Course::new(&slices, workers)));
+        let tell = |number: usize, done: usize, failed: usize| {
+            let mut course = locked(&course);
+            course.tell(number, done, failed);
+            bar.show(course.done(), Some(course.all()), course.note());
+        };
+        let slices = Mutex::new(slices.into_iter().enumerate());
         // In a function of its own, so that the lock is held for a moment only.
         let take = || locked(&slices).next();
         thread::scope(|scope| {
             let work = || {
-                while let Some(slice) = take() {
+                while let Some((number, slice)) = take() {
                     let Some((job, record)) = self.jobs.get(slice.job).zip(records.get(slice.job)) else {
                         return;
                     };
-                    let run = self.run_slice(job, record.as_ref(), &slice, &lost_hosts);
+                    let tell = |done, failed| tell(number, done, failed);
+                    let run = self.run_slice(job, record.as_ref(), &slice, &lost_hosts, &tell);
                     if let Some(whole) = runs.get(slice.job) {
                         locked(whole).add(run);
                     }
@@ -258,15 +267,28 @@ impl E2e {
         Passed::open(&self.cache, &name, &key, case_sources::of_groups(source_dir())?).map(Some)
     }
 
-    /// Runs the cases of a slice, and records how they ended.
-    fn run_slice(&self, job: &Job, record: Option<&Passed>, slice: &Slice, lost_hosts: &AtomicU32) -> Run {
-        let mut run = run_cases(&slice.cases, lost_hosts, |cases| {
-            self.attempt(job, cases).unwrap_or_else(|error| Attempt {
+    /// Runs the cases of a slice, and records how they ended. `tell` gets how many are done, and how many of these
+    /// have failed.
+    fn run_slice(
+        &self,
+        job: &Job,
+        record: Option<&Passed>,
+        slice: &Slice,
+        lost_hosts: &AtomicU32,
+        tell: &dyn Fn(usize, usize),
+    ) -> Run {
+        let mut run = run_cases(&slice.cases, lost_hosts, |before, cases| {
+            let tell_all = |outcomes: &[Outcome]| {
+                tell(before.len() + outcomes.len(), failures(before) + failures(outcomes));
+            };
+            tell_all(&[]);
+            self.attempt(job, cases, &tell_all).unwrap_or_else(|error| Attempt {
                 outcomes: Vec::new(),
                 versions: String::new(),
                 end: End::HostGone(format!("{error:#}")),
             })
         });
+        tell(run.outcomes.len(), failures(&run.outcomes));
         let recorded = outcomes::record_durations(&self.cache, &job.name(), &run.outcomes)
             .and_then(|()| record.map_or(Ok(()), |record| record.add(&run.outcomes, &run.versions)));
         if let Err(error) = recorded {
@@ -275,12 +297,14 @@ impl E2e {
         run
     }
 
-    /// Runs the cases in a fresh rig, or on this machine. An error if no host comes up for them.
-    fn attempt(&self, job: &Job, cases: &[String]) -> Result<Attempt> {
+    /// Runs the cases in a fresh rig, or on this machine. An error if no host comes up for them. `tell` gets the
+    /// outcomes of those that are done.
+    fn attempt(&self, job: &Job, cases: &[String], tell: &dyn Fn(&[Outcome])) -> Result<Attempt> {
         let argv = [E2E, "test", "--runtime", job.runtime.name(), "--exact"];
         let argv: Vec<_> = argv.into_iter().map(str::to_owned).chain(cases.iter().cloned()).collect();
         let Hosts::Rig { rig, payloads, .. } = &self.hosts else {
-            let (output, status) = shown_output(Command::new(E2E).args(argv.iter().skip(1)))?;
+            let watch = |output: &str| tell(&outcomes::of_cases(output, cases));
+            let (output, status) = shown_output(Command::new(E2E).args(argv.iter().skip(1)), watch)?;
             let outcomes = outcomes::of_cases(&output, cases);
             let end = End::Exited { all_passed: status.success() };
             return Ok(Attempt { outcomes, versions: String::new(), end });
@@ -289,12 +313,14 @@ impl E2e {
             rig.start(payloads.get(job.containerd.name()).context("a job without a payload")?)?;
         if job.containerd.is_brought() {
             // It still runs the one that was there before the payload came.
-            let restarted = session.run(&RESTART.map(str::to_owned), Io::Inherited, Limit::Whole(QUICK))?;
+            let restarted =
+                session.run(&RESTART.map(str::to_owned), Io::Shown(&mut Vec::new()), Limit::Whole(QUICK))?;
             ensure!(restarted == 0, "containerd {} does not start in the inner host", job.containerd.name());
         }
         let (mut versions, mut output) = (Vec::new(), Vec::new());
         session.run(&VERSIONS.map(str::to_owned), Io::Captured(&mut versions), Limit::Whole(QUICK))?;
-        let end = match session.run(&argv, Io::Shown(&mut output), Limit::Silence(SILENCE)) {
+        let watch = |output: &[u8]| tell(&outcomes::of_cases(&String::from_utf8_lossy(output), cases));
+        let end = match session.run(&argv, Io::Watched(&mut output, &watch), Limit::Silence(SILENCE)) {
             Ok(status) => {
                 session.finish();
                 End::Exited { all_passed: status == 0 }
@@ -343,17 +369,21 @@ fn available_memory() -> Result<u64> {
     Ok(kib << 10)
 }
 
-/// Runs the cases, each attempt on a new host. `lost_hosts` counts the attempts of a whole run that did not come to the
-/// end of their cases.
+/// Runs the cases, each attempt on a new host. An attempt gets what was found before. `lost_hosts` counts the attempts
+/// of a whole run that did not come to the end of their cases.
 ///
 /// A case that ends the tests' program, or that stalls, has failed, and those after it run in the next attempt. The
 /// case during which the host ended runs once more, since the emulator may be to blame.
-fn run_cases(cases: &[String], lost_hosts: &AtomicU32, mut attempt: impl FnMut(&[String]) -> Attempt) -> Run {
+fn run_cases(
+    cases: &[String],
+    lost_hosts: &AtomicU32,
+    mut attempt: impl FnMut(&[Outcome], &[String]) -> Attempt,
+) -> Run {
     let mut run = Run::default();
     let started = Instant::now();
     let mut repeated: Option<usize> = None;
     while let Some(left) = cases.get(run.outcomes.len()..).filter(|left| !left.is_empty()) {
-        let attempt = attempt(left);
+        let attempt = attempt(&run.outcomes, left);
         let all_passed = attempt.outcomes.iter().all(|outcome| outcome.failure.is_none());
         let last_failed = attempt.outcomes.last().is_some_and(|outcome| outcome.failure.is_some());
         run.outcomes.extend(attempt.outcomes);
@@ -388,6 +418,10 @@ fn run_cases(cases: &[String], lost_hosts: &AtomicU32, mut attempt: impl FnMut(&
     run
 }
 
+fn failures(outcomes: &[Outcome]) -> usize {
+    outcomes.iter().filter(|outcome| outcome.failure.is_some()).count()
+}
+
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -415,7 +449,8 @@ mod tests {
     fn run_with_failures(attempts: Vec<(usize, usize, End)>) -> (Vec<String>, usize) {
         let cases = ["a", "b", "c", "d", "e"].map(str::to_owned);
         let mut attempts = attempts.into_iter();
-        let run = run_cases(&cases, &AtomicU32::new(0), |left| {
+        let run = run_cases(&cases, &AtomicU32::new(0), |before, left| {
+            assert_eq!(before.len() + left.len(), cases.len());
             let (passes, failures, end) = attempts.next().unwrap();
             let mut outcomes: Vec<_> =
                 left.iter().take(passes + failures).map(|case| Outcome::failed(case, "why")).collect();
@@ -470,7 +505,8 @@ mod tests {
         assert_eq!(failed, ["a", "b", "c", "d", "e"]);
         // They are counted over all slices.
         let lost_hosts = AtomicU32::new(LOST_HOSTS);
-        let attempt = |_: &[String]| Attempt { outcomes: vec![], versions: String::new(), end: ends() };
+        let attempt =
+            |_: &[Outcome], _: &[String]| Attempt { outcomes: vec![], versions: String::new(), end: ends() };
         let run = run_cases(&["a".to_owned()], &lost_hosts, attempt);
         assert_eq!(run.outcomes.len(), 1);
         assert!(run.outcomes[0].failure.as_ref().unwrap().contains("lost"), "{:?}", run.outcomes);

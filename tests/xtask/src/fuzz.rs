@@ -16,7 +16,7 @@ use clap::Args;
 use crate::cache::{self, Cache};
 use crate::debian;
 use crate::dist::{cargo, source_dir, target_dir};
-use crate::progress::step;
+use crate::progress::{Bar, apart, run_said, step};
 use crate::test::Tally;
 
 /// Where targets are, and the packages that they are in.
@@ -61,7 +61,9 @@ pub(crate) fn run(cache: &Cache, arguments: &FuzzArguments) -> Result<u8> {
     let _lock = cache::lock(&cache.dir().join("fuzz.lock"), "same search")?;
     step(&format!("building {} fuzz targets, 2 to 5 minutes", all.len()), || build(&all))?;
     let is_wanted = |one: &Target| arguments.targets.is_empty() || arguments.targets.contains(&one.name);
-    let queue = Mutex::new(all.into_iter().filter(is_wanted));
+    let wanted: Vec<_> = all.into_iter().filter(is_wanted).collect();
+    let (bar, number) = (Bar::new("fuzz targets"), wanted.len() as u64);
+    let queue = Mutex::new(wanted.into_iter());
     let tally = Mutex::new(Tally::default());
     let next = || queue.lock().unwrap_or_else(PoisonError::into_inner).next();
     let worker = || {
@@ -70,14 +72,15 @@ pub(crate) fn run(cache: &Cache, arguments: &FuzzArguments) -> Result<u8> {
             let mut tally = tally.lock().unwrap_or_else(PoisonError::into_inner);
             match searched {
                 Ok(executions) => {
-                    println!("{:>10} executions of {}", executions, target.name);
+                    apart(|| println!("{:>10} executions of {}", executions, target.name));
                     tally.passed += 1;
                 }
                 Err(error) => {
-                    println!("{} failed: {error:#}", target.name);
+                    apart(|| println!("{} failed: {error:#}", target.name));
                     tally.failed += 1;
                 }
             }
+            bar.show((tally.passed + tally.failed).into(), Some(number), format!("{} failed", tally.failed));
         }
     };
     thread::scope(|scope| {
@@ -85,6 +88,7 @@ pub(crate) fn run(cache: &Cache, arguments: &FuzzArguments) -> Result<u8> {
             scope.spawn(worker);
         }
     });
+    drop(bar);
     let Tally { passed, failed } = tally.into_inner().unwrap_or_else(PoisonError::into_inner);
     println!("fuzzing: {passed} passed, {failed} failed");
     Ok(u8::from(failed > 0))
@@ -114,7 +118,7 @@ fn build(targets: &[Target]) -> Result<()> {
     cargo.args(targets.iter().flat_map(|target| ["--bin", &target.name]));
     cargo.args(PACKAGES.map(|(_, package)| format!("--features={package}/libfuzzer")));
     cargo.env("RUSTC_WORKSPACE_WRAPPER", source_dir().canonicalize()?.join("tests/fuzz/rustc"));
-    let status = cargo.status().context("cannot run cargo")?;
+    let status = run_said(&mut cargo).context("cannot run cargo")?;
     if !status.success() {
         bail!("cargo could not build the fuzz targets");
     }

@@ -12,7 +12,7 @@ use serde::Deserialize;
 
 use crate::cache::{Cache, Key};
 use crate::kernel_modules;
-use crate::progress::{run_logged, step};
+use crate::progress::{Bar, counted_step, run_counted, run_logged, step};
 use crate::tools::Tools;
 
 const CONFIG_DIR: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../kernel-config");
@@ -160,8 +160,8 @@ impl Base {
                 source.unpack(cache, tools, work)?;
                 patches.apply(&work.join("source"))
             })?;
-            step(&format!("building the {name}, 10 to 20 minutes"), || {
-                self.compile(cache, tools, work, &options)
+            counted_step(&format!("building the {name}, 10 to 20 minutes"), |bar| {
+                self.compile(cache, tools, work, &options, bar)
             })?;
             // What is left of 2 GB are four files. The key that has signed the modules is not among them.
             ["source", "build", "installed", "fragments.config"]
@@ -174,20 +174,24 @@ impl Base {
     }
 
     /// Configures and compiles the tree in `work`.
-    fn compile(self, cache: &Cache, tools: &Tools, work: &Path, options: &Options) -> Result<()> {
+    fn compile(self, cache: &Cache, tools: &Tools, work: &Path, options: &Options, bar: &Bar) -> Result<()> {
         let make = |target: &[&str], log: &str| {
             let mut command = tools.command(work, "make");
-            run_logged(command.args(MAKE_ARGS).args(target), &cache.log(log))
+            // Each kernel has logs of its own, since the bar compares a log with the one before.
+            let name = format!("{}-{log}", self.entry());
+            // Not beside the log, which is removed after some days.
+            let record = cache.dir().join(format!("lines-of-{name}"));
+            run_counted(command.args(MAKE_ARGS).args(target), &cache.log(&name), &record, bar)
         };
         let config = work.join("build/.config");
         fs::write(work.join("fragments.config"), options.to_config()).context("cannot write the options")?;
         match self {
-            Base::Nothing => make(&["allnoconfig"], "kernel-config")?,
+            Base::Nothing => make(&["allnoconfig"], "config")?,
             Base::Ordinary => {
-                make(&["x86_64_defconfig", "kvm_guest.config"], "kernel-config")?;
+                make(&["x86_64_defconfig", "kvm_guest.config"], "defconfig")?;
                 let mut file = File::options().append(true).open(&config).context("there is no .config")?;
                 file.write_all(options.to_config().as_bytes()).context("cannot write the .config")?;
-                make(&["olddefconfig"], "kernel-config")?;
+                make(&["olddefconfig"], "config")?;
             }
         }
         options
@@ -197,12 +201,12 @@ impl Base {
         let jobs = format!("-j{jobs}");
         match self {
             Base::Nothing => {
-                make(&[&jobs, "vmlinux", "modules"], "kernel-build")?;
-                make(&[&[jobs.as_str()], INSTALL_ARGS].concat(), "kernel-modules")?;
+                make(&[&jobs, "vmlinux", "modules"], "build")?;
+                make(&[&[jobs.as_str()], INSTALL_ARGS].concat(), "modules")?;
                 let archive = kernel_modules::archive(&work.join("installed"))?;
                 fs::write(work.join("modules.cpio"), archive).context("cannot write the modules")?;
             }
-            Base::Ordinary => make(&[&jobs, "vmlinux"], "kernel-build")?,
+            Base::Ordinary => make(&[&jobs, "vmlinux"], "build")?,
         }
         run_logged(tools.command(work, "strip").args(STRIP_ARGS), &cache.log("kernel-strip"))?;
         for (from, to) in [("build/.config", "config"), ("build/System.map", "System.map")] {

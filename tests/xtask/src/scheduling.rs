@@ -19,8 +19,15 @@ pub(crate) struct Slice {
     pub(crate) job: usize,
     /// Names of the cases.
     pub(crate) cases: Vec<String>,
-    /// Their estimated time, in seconds.
-    pub(crate) estimate: f64,
+    /// The estimated time of each, in seconds.
+    estimates: Vec<f64>,
+}
+
+impl Slice {
+    /// The estimated time of all of it, in seconds.
+    fn estimate(&self) -> f64 {
+        self.estimates.iter().sum()
+    }
 }
 
 /// The estimated time of a case of a job, in seconds: what it took last.
@@ -44,18 +51,79 @@ pub(crate) fn slices(jobs: &[Vec<(String, f64)>], workers: usize) -> Vec<Slice> 
             // A case is in the slice in which it is half over.
             let number = ((before + seconds / 2.0) / length) as usize;
             if last != Some(number) {
-                slices.push(Slice { job, cases: Vec::new(), estimate: 0.0 });
+                slices.push(Slice { job, cases: Vec::new(), estimates: Vec::new() });
                 last = Some(number);
             }
             if let Some(slice) = slices.last_mut() {
                 slice.cases.push(case.clone());
-                slice.estimate += seconds;
+                slice.estimates.push(*seconds);
             }
             before += seconds;
         }
     }
-    slices.sort_by(|one, other| other.estimate.total_cmp(&one.estimate));
+    slices.sort_by(|one, other| other.estimate().total_cmp(&one.estimate()));
     slices
+}
+
+/// How far the slices of a run are.
+pub(crate) struct Course {
+    workers: usize,
+    parts: Vec<Part>,
+}
+
+/// How far a slice is.
+struct Part {
+    /// The estimated time of each case, in seconds.
+    estimates: Vec<f64>,
+    done: usize,
+    failed: usize,
+}
+
+impl Part {
+    /// The estimated time of the cases that are not done.
+    fn left(&self) -> f64 {
+        self.estimates.iter().skip(self.done).sum()
+    }
+}
+
+impl Course {
+    pub(crate) fn new(slices: &[Slice], workers: usize) -> Course {
+        let part = |slice: &Slice| Part { estimates: slice.estimates.clone(), done: 0, failed: 0 };
+        Course { workers, parts: slices.iter().map(part).collect() }
+    }
+
+    /// So many cases of this slice are done now, and so many of these have failed.
+    pub(crate) fn tell(&mut self, slice: usize, done: usize, failed: usize) {
+        if let Some(part) = self.parts.get_mut(slice) {
+            // A slice whose program contradicts itself has one failure more than cases.
+            part.done = done.min(part.estimates.len());
+            part.failed = failed;
+        }
+    }
+
+    /// How many cases are done.
+    pub(crate) fn done(&self) -> u64 {
+        self.parts.iter().map(|part| part.done as u64).sum()
+    }
+
+    /// How many cases there are.
+    pub(crate) fn all(&self) -> u64 {
+        self.parts.iter().map(|part| part.estimates.len() as u64).sum()
+    }
+
+    /// How many have failed, and how long the others will take: the workers share them, but none is faster than its
+    /// slice.
+    pub(crate) fn note(&self) -> String {
+        let failed: usize = self.parts.iter().map(|part| part.failed).sum();
+        let all: f64 = self.parts.iter().map(Part::left).sum();
+        let longest = self.parts.iter().map(Part::left).fold(0.0, f64::max);
+        let minutes = (all / self.workers.max(1) as f64).max(longest) / 60.0;
+        let left = match minutes {
+            minutes if minutes < 1.0 => "less than a minute".to_owned(),
+            minutes => format!("about {minutes:.0} min"),
+        };
+        format!("{failed} failed, {left} left")
+    }
 }
 
 #[cfg(test)]
@@ -78,7 +146,7 @@ mod tests {
         }
         assert_eq!(slices.iter().filter(|slice| slice.job == 0).count(), 6);
         assert_eq!(slices.iter().filter(|slice| slice.job == 1).count(), 1);
-        assert!(slices.is_sorted_by(|one, next| one.estimate >= next.estimate));
+        assert!(slices.is_sorted_by(|one, next| one.estimate() >= next.estimate()));
     }
 
     #[test]
@@ -90,6 +158,23 @@ mod tests {
     fn a_case_that_is_longer_than_a_slice_has_one_for_itself() {
         let slices = slices(&[job("a", &[1.0, 1000.0, 1.0])], 2);
         assert!(slices.iter().any(|slice| slice.cases == ["a/1"]), "{slices:?}");
+    }
+
+    #[test]
+    fn the_course_of_a_run_counts_cases_and_failures_and_what_is_left() {
+        let slices = slices(&[job("a", &[300.0, 300.0]), job("b", &[180.0, 60.0])], 2);
+        assert_eq!(slices.len(), 3);
+        let mut course = Course::new(&slices, 2);
+        assert_eq!((course.done(), course.all(), course.note()), (0, 4, "0 failed, about 7 min left".into()));
+        course.tell(0, 1, 1);
+        assert_eq!((course.done(), course.note()), (1, "1 failed, about 5 min left".into()));
+        course.tell(1, 1, 0);
+        course.tell(2, 1, 0);
+        assert_eq!((course.done(), course.note()), (3, "1 failed, about 1 min left".into()));
+        course.tell(2, 3, 2);
+        assert_eq!((course.done(), course.note()), (4, "3 failed, less than a minute left".into()));
+        course.tell(9, 1, 1);
+        assert_eq!(course.done(), 4);
     }
 
     #[test]

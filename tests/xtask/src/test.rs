@@ -17,6 +17,7 @@ use crate::containerd::Containerd;
 use crate::dist::{Profile, cargo, source_dir};
 use crate::e2e::{E2e, Job, Place, Run, Runtime};
 use crate::outcomes::Outcome;
+use crate::progress;
 
 #[derive(Args)]
 pub(crate) struct TestArguments {
@@ -222,7 +223,7 @@ fn write_conformance(jobs: &[Job], runs: &[Run], commit: &str) -> Result<()> {
 fn unit_tests(filter: Option<&str>) -> Result<Tally> {
     let mut cargo = cargo();
     cargo.args(["test", "--locked", "--workspace", "--no-fail-fast"]).args(filter);
-    let (output, status) = shown_output(&mut cargo)?;
+    let (output, status) = shown_output(&mut cargo, |_| ())?;
     Ok(cargo_tally(&output).checked("cargo test", status.success()))
 }
 
@@ -238,8 +239,8 @@ fn cargo_tally(output: &str) -> Tally {
     total
 }
 
-/// Runs a command with its standard output both shown and returned.
-pub(crate) fn shown_output(command: &mut Command) -> Result<(String, ExitStatus)> {
+/// Runs a command with its standard output both shown and returned. `watch` gets what there is of it after each line.
+pub(crate) fn shown_output(command: &mut Command, watch: impl Fn(&str)) -> Result<(String, ExitStatus)> {
     let name = Path::new(command.get_program()).display().to_string();
     let context = || format!("cannot run {name}");
     let mut child = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().with_context(context)?;
@@ -247,9 +248,10 @@ pub(crate) fn shown_output(command: &mut Command) -> Result<(String, ExitStatus)
     if let Some(stdout) = child.stdout.take() {
         for line in BufReader::new(stdout).lines() {
             let line = line.with_context(|| format!("cannot read what {name} prints"))?;
-            println!("{line}");
+            progress::apart(|| println!("{line}"));
             output.push_str(&line);
             output.push('\n');
+            watch(&output);
         }
     }
     let status = child.wait().with_context(|| format!("cannot wait for {name}"))?;

@@ -80,7 +80,9 @@ fn written(files: &Files) -> (TempDir, [PathBuf; 2]) {
 fn unpacked(path: &Path) -> Result<(Settings, String), String> {
     let image = Image::open(path).map_err(|error| error.to_string())?;
     let root = tempfile::tempdir().unwrap();
-    image.unpack(&File::open(root.path()).unwrap(), 1 << 20).map_err(|error| error.to_string())?;
+    image
+        .unpack(&File::open(root.path()).unwrap(), 1 << 20, &Count::default())
+        .map_err(|error| error.to_string())?;
     Ok((image.settings, fs::read_to_string(root.path().join("file")).unwrap()))
 }
 

@@ -21,6 +21,7 @@ use crate::rig::{Accelerator, Io, Limit, Payload, Put, Rig};
 use crate::tools::Tools;
 
 use super::interval::{ENOUGH, Interval, median};
+use super::run_rounds;
 use picture::Bars;
 
 const PAGE: &str = "docs/io.md";
@@ -141,7 +142,7 @@ fn measure(cache: &Cache, tools: &Tools, rounds: u32, is_enough: bool) -> Result
     let mut session = step("starting the host", || rig.start(&payload))?;
     let argv = [E2E, "io", "--rounds", &rounds.to_string(), "--output", NUMBERS].map(str::to_owned);
     let limit = START_LIMIT + ROUND_LIMIT * rounds.saturating_add(1);
-    let status = session.run(&argv, Io::Shown(&mut Vec::new()), Limit::Whole(limit))?;
+    let status = run_rounds(&mut session, &argv, Limit::Whole(limit))?;
     if status != 0 {
         bail!("bulkhead-e2e io exits with status {status}");
     }

@@ -14,6 +14,7 @@ use rustix::io::Errno;
 
 use crate::cache::{Cache, Key};
 use crate::dist;
+use crate::progress;
 use crate::tools::Tools;
 
 mod image;
@@ -93,10 +94,10 @@ impl Rig {
         if current.state.memory == bad.memory {
             ensure!(!current.renewed, "the inner host does not come up from a new state either");
             let log = bad.discard(&self.cache, reason)?;
-            eprintln!(
+            progress::say(&format!(
                 "The inner host does not come up from its saved state, so another is made; {} says why.",
                 log.display()
-            );
+            ));
             let state = State::ensure(&self.cache, &self.tools, &self.image, &self.runner, &self.key)?;
             *current = Current { state, renewed: true };
         }

@@ -14,6 +14,7 @@ use rustix::termios::{OptionalActions, Termios, tcgetattr, tcgetwinsize, tcsetat
 
 use super::qemu::Machine;
 use super::{Failure, is_ready};
+use crate::progress::Lines;
 
 /// Pause between two looks at the size of the terminal.
 const RESIZE_TICK: Duration = Duration::from_millis(300);
@@ -34,6 +35,8 @@ pub(crate) enum Io<'a> {
     Captured(&'a mut Vec<u8>),
     /// No input; what it writes to either stream is appended, and shown.
     Shown(&'a mut Vec<u8>),
+    /// The same. All lines that it has written are looked at whenever there are more.
+    Watched(&'a mut Vec<u8>, &'a dyn Fn(&[u8])),
     /// No input; what it writes to either stream is passed on when it comes.
     Followed(&'a mut dyn FnMut(&[u8])),
 }
@@ -88,7 +91,7 @@ impl Session {
 
     /// Runs a command to its end and returns its exit status (128 + n: ended by signal n).
     pub(crate) fn run(&mut self, argv: &[String], mut io: Io<'_>, limit: Limit) -> Result<u8> {
-        let mut deadline = limit.renewed(None);
+        let deadline = limit.renewed(None);
         let waited = || {
             let shown: Vec<_> = argv.iter().map(String::as_str).take(SHOWN_WORDS).collect();
             format!("`{}` has not exited ({limit:?})", shown.join(" "))
@@ -104,14 +107,31 @@ impl Session {
         };
         match io {
             Io::Inherited | Io::Terminal => self.forward_input(terminal),
-            Io::Captured(_) | Io::Shown(_) | Io::Followed(_) => self.order(Order::EndOfInput)?,
+            Io::Captured(_) | Io::Shown(_) | Io::Watched(..) | Io::Followed(_) => {
+                self.order(Order::EndOfInput)?
+            }
         }
+        let mut shown = Shown::default();
+        let ended = self.follow(&mut io, &mut shown, limit, deadline, &waited);
+        shown.finish().context("cannot write the output")?;
+        ended
+    }
+
+    /// Takes what a command writes until it exits.
+    fn follow(
+        &mut self,
+        io: &mut Io<'_>,
+        shown: &mut Shown,
+        limit: Limit,
+        mut deadline: Instant,
+        waited: &dyn Fn() -> String,
+    ) -> Result<u8> {
         loop {
             let frame = self.next(deadline).with_context(waited)?;
             deadline = limit.renewed(Some(deadline));
             match frame {
                 Frame::Data(stream, data) => {
-                    deliver(&mut io, stream, &data).context("cannot write the output")?
+                    deliver(io, shown, stream, &data).context("cannot write the output")?
                 }
                 Frame::Report(Report::Exited(status)) => return Ok(status),
                 Frame::Report(Report::Failed(message)) => bail!("the inner host: {message}"),
@@ -222,7 +242,21 @@ fn send_sizes(sender: &Sender, mut last: Size) {
     }
 }
 
-fn deliver(io: &mut Io<'_>, stream: Stream, data: &[u8]) -> io::Result<()> {
+/// The streams of a command that are shown.
+#[derive(Default)]
+struct Shown {
+    stdout: Lines,
+    stderr: Lines,
+}
+
+impl Shown {
+    fn finish(self) -> io::Result<()> {
+        self.stdout.finish(&mut io::stdout())?;
+        self.stderr.finish(&mut io::stderr())
+    }
+}
+
+fn deliver(io: &mut Io<'_>, shown: &mut Shown, stream: Stream, data: &[u8]) -> io::Result<()> {
     match io {
         Io::Captured(output) => {
             output.extend_from_slice(data);
@@ -233,8 +267,21 @@ fn deliver(io: &mut Io<'_>, stream: Stream, data: &[u8]) -> io::Result<()> {
             return Ok(());
         }
         Io::Shown(output) => output.extend_from_slice(data),
-        Io::Inherited | Io::Terminal => {}
+        Io::Watched(output, watch) => {
+            output.extend_from_slice(data);
+            let lines = output.iter().rposition(|byte| *byte == b'\n').map_or(0, |end| end + 1);
+            watch(&output[..lines]);
+        }
+        Io::Inherited | Io::Terminal => return pass_on(stream, data),
     }
+    match stream {
+        Stream::Stderr => shown.stderr.print(data, &mut io::stderr()),
+        _ => shown.stdout.print(data, &mut io::stdout()),
+    }
+}
+
+/// Writes to this process's own streams.
+fn pass_on(stream: Stream, data: &[u8]) -> io::Result<()> {
     if stream == Stream::Stderr {
         io::stderr().write_all(data)
     } else {
