@@ -1,7 +1,7 @@
 //! A collector of OpenTelemetry of the tests' own. It takes spans as containerd exports them: OTLP by HTTP, with
 //! Protocol Buffers.
 
-use std::io::{ErrorKind, Read, Write};
+use std::io::{self, ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -58,8 +58,11 @@ impl Collector {
     /// Serves `/v1/traces` at this address.
     pub(crate) fn start(address: &str) -> Result<Self> {
         let failed = || format!("cannot collect spans at {address}");
-        let listener = TcpListener::bind(address).with_context(failed)?;
-        listener.set_nonblocking(true).with_context(failed)?;
+        TcpListener::bind(address).and_then(Self::on).with_context(failed)
+    }
+
+    fn on(listener: TcpListener) -> io::Result<Self> {
+        listener.set_nonblocking(true)?;
         let (ended, come) = (Arc::<AtomicBool>::default(), Arc::<Mutex<Come>>::default());
         let (of_thread, to) = (Arc::clone(&ended), Arc::clone(&come));
         let thread = thread::spawn(move || serve(&listener, &of_thread, &to));
@@ -140,15 +143,21 @@ fn answer(mut stream: TcpStream, come: &Mutex<Come>) -> Result<()> {
     stream.set_nonblocking(false)?;
     stream.set_read_timeout(Some(SILENCE))?;
     stream.set_write_timeout(Some(SILENCE))?;
-    let read = body(&mut stream).and_then(|body| spans(&body));
-    let status = if read.is_ok() { "200 OK" } else { "400 Bad Request" };
+    // It is kept before the answer, so that who has the answer finds it.
+    let kept = body(&mut stream).and_then(|body| keep(spans(&body)?, come));
+    let status = if kept.is_ok() { "200 OK" } else { "400 Bad Request" };
+    if let Err(error) = kept {
+        lock(come).refused = Some(format!("{error:#}"));
+    }
     // The client is to use a new connection for its next request.
     let head = "Content-Type: application/x-protobuf\r\nContent-Length: 0\r\nConnection: close";
-    write!(stream, "HTTP/1.1 {status}\r\n{head}\r\n\r\n")?;
-    let read = read?;
+    write!(stream, "HTTP/1.1 {status}\r\n{head}\r\n\r\n").context("no answer")
+}
+
+fn keep(spans: Vec<Span>, come: &Mutex<Come>) -> Result<()> {
     let mut come = lock(come);
-    ensure!(come.spans.len() + read.len() <= SPANS, "more than {SPANS} spans");
-    come.spans.extend(read);
+    ensure!(come.spans.len() + spans.len() <= SPANS, "more than {SPANS} spans");
+    come.spans.extend(spans);
     Ok(())
 }
 
@@ -306,11 +315,12 @@ mod tests {
 
     #[test]
     fn spans_come_by_http() {
-        let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
-        let collector = Collector::start(&free).unwrap();
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        let collector = Collector::on(listener).unwrap();
         let head = "/v1/traces HTTP/1.1\r\nHost: x\r\nContent-Type: application/x-protobuf";
         for body in [encoded(2, 1, "RunPodSandbox"), encoded(3, 2, "Create")] {
-            let answer = post(&free, head, &body);
+            let answer = post(&address, head, &body);
             assert!(answer.starts_with("HTTP/1.1 200 OK\r\n"), "{answer}");
         }
         let limit = Duration::from_secs(20);
@@ -337,7 +347,7 @@ mod tests {
             ("/v1/traces HTTP/1.1\r\nContent-Type: application/json", b"{}"),
             ("/v1/traces HTTP/1.1\r\nContent-Type: application/x-protobuf\r\nContent-Encoding: gzip", b""),
         ] {
-            let answer = post(&free, head, body);
+            let answer = post(&address, head, body);
             assert!(answer.starts_with("HTTP/1.1 400 "), "{head}: {answer}");
         }
         let none = collector.find("a third", Duration::ZERO, |spans| spans.get(2).cloned());
