@@ -30,6 +30,7 @@ mod image_root;
 mod io;
 mod name_server;
 mod network;
+mod otlp;
 mod pods;
 mod probe;
 mod runner;

@@ -43,7 +43,8 @@ const RIG_MEMORY: u64 = 5 << 30;
 /// Asks a host what it runs.
 const VERSIONS: [&str; 3] =
     ["sh", "-c", "containerd --version | cut -d ' ' -f 1,3; runc --version | head -n 1; uname -sr"];
-const RESTART: [&str; 3] = ["systemctl", "restart", "containerd"];
+/// Runs the containerd that a payload has brought, in place of the one that was there.
+pub(crate) const RESTART: [&str; 3] = ["systemctl", "restart", "containerd"];
 const QUICK: Duration = Duration::from_secs(60);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]

@@ -12,8 +12,9 @@ use super::Case;
 use super::templates::{state_dir, template_of};
 use crate::command::{Cmd, Finished};
 use crate::containerd::TELLS_OF_SPANS;
-use crate::ctr::{Host, NAMESPACE};
+use crate::ctr::{Host, NAMESPACE, SETTLES};
 use crate::fixtures::{CONFIGURATION, Covered, MovedAway, Replaced, Spec, scratch};
+use crate::otlp::{self, Collector};
 use crate::pods::Pod;
 use crate::snapshot::the_process_of;
 
@@ -215,14 +216,16 @@ const TRACE: &str = "4bf92f3577b34da6a3ce929d0e0e4736";
 const SPAN: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
 
 fn spans(host: &Host) -> Result<()> {
-    spans_of_pod(host)?;
-    match host.version() >= TELLS_OF_SPANS {
-        true => host.pods()?.with_sandboxes_of_the_shim(|| spans_of_pod(host)),
-        false => Ok(()),
+    if host.version() < TELLS_OF_SPANS {
+        return spans_of_pod(host, None);
     }
+    let collector = Collector::start(otlp::ADDRESS)?;
+    spans_of_pod(host, Some(&collector))?;
+    host.pods()?.with_sandboxes_of_the_shim(|| spans_of_pod(host, Some(&collector)))
 }
 
-fn spans_of_pod(host: &Host) -> Result<()> {
+/// Expects our spans of a pod, and that they are parts of containerd's, which the collector gets.
+fn spans_of_pod(host: &Host, collector: Option<&Collector>) -> Result<()> {
     let pod = Pod::plan(host).span(SPAN).start()?;
     let directory = scratch()?;
     let file = directory.path().join("spans.json").display().to_string();
@@ -253,15 +256,37 @@ fn spans_of_pod(host: &Host) -> Result<()> {
                 "expected  a part of {request:#}\ncame      {part:#}"
             );
         }
-        // A span of containerd is between that of its client and ours.
-        let (trace, parent) = (request["traceId"].as_str(), request["parentSpanId"].as_str());
-        let is_of_client = trace == Some(TRACE) && parent.is_some_and(|parent| !SPAN.contains(parent));
-        ensure!(
-            is_of_client == (host.version() >= TELLS_OF_SPANS),
-            "expected  a span of containerd's if containerd says which\ncame      {request:#}"
-        );
+        match collector {
+            Some(collector) => is_in_run_pod_sandbox(host, collector, request)?,
+            None => ensure!(
+                request["traceId"] != TRACE,
+                "expected  a trace of its own, because containerd tells of none\ncame      {request:#}"
+            ),
+        }
     }
     pod.remove()
+}
+
+/// Expects that the span of a request is a part of RunPodSandbox, which containerd exports and which is a part of the
+/// client's span.
+fn is_in_run_pod_sandbox(host: &Host, collector: &Collector, request: &Value) -> Result<()> {
+    let (trace, parent) = (request["traceId"].as_str(), request["parentSpanId"].as_str());
+    let what = format!("spans of containerd from {request:#} up to {SPAN}");
+    let whole = collector.find(&what, host.patience(SETTLES), |spans| {
+        let whole = *otlp::ancestry(spans, trace?, parent?).last()?;
+        (whole.trace == TRACE && SPAN.split('-').nth(2) == Some(&whole.parent)).then(|| whole.clone())
+    })?;
+    ensure!(
+        whole.service == "containerd" && whole.name.ends_with("/RunPodSandbox"),
+        "expected  RunPodSandbox of containerd\ncame      {whole:?}"
+    );
+    let time = |key: &str| request[key].as_str().and_then(|nanos| nanos.parse::<u64>().ok());
+    let (begin, end) = (time("startTimeUnixNano"), time("endTimeUnixNano"));
+    ensure!(
+        begin.is_some_and(|begin| whole.begin_ns <= begin) && end.is_some_and(|end| end <= whole.end_ns),
+        "expected  {request:#}\nin        {whole:?}\ncame      outside"
+    );
+    Ok(())
 }
 
 fn collect(host: &Host) -> Result<()> {
