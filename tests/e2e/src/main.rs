@@ -30,7 +30,6 @@ mod image_root;
 mod io;
 mod name_server;
 mod network;
-mod otlp;
 mod pods;
 mod probe;
 mod runner;

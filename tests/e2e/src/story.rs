@@ -1,5 +1,7 @@
 //! What `cargo xtask demo pod` shows: a pod of three containers, told on one screen. And how a pod starts.
 
+pub(crate) mod otlp;
+
 use std::time::Instant;
 
 use anyhow::{Context, Result};
@@ -9,8 +11,8 @@ use crate::command::{Cmd, Finished};
 use crate::containerd::TELLS_OF_SPANS;
 use crate::ctr::{Host, SETTLES};
 use crate::fixtures::scratch;
-use crate::otlp::{self, Collector, Span};
 use crate::pods::Pod;
+use otlp::{Collector, Span};
 
 /// Where the containers have the volume that they share.
 const VOLUME: &str = "/www";

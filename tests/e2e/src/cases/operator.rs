@@ -14,9 +14,9 @@ use crate::command::{Cmd, Finished};
 use crate::containerd::TELLS_OF_SPANS;
 use crate::ctr::{Host, NAMESPACE, SETTLES};
 use crate::fixtures::{CONFIGURATION, Covered, MovedAway, Replaced, Spec, scratch};
-use crate::otlp::{self, Collector};
 use crate::pods::Pod;
 use crate::snapshot::the_process_of;
+use crate::story::otlp::{self, Collector};
 
 pub(super) const CASES: &[Case] = &[
     Case::bulkhead("check_finds_that_pods_can_run_here", check),
