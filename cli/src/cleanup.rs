@@ -4,14 +4,11 @@ use std::{io::Write, path::Path};
 
 use bulkhead_host_shim::operator::{Garbage, Removed, chain, garbage, one_line, remove_garbage};
 
-use crate::{
-    error::CommandError,
-    output::listing,
-    run::directory::{leftovers, remove_leftovers},
-};
+use crate::{error::CommandError, exec, output::listing, run::directory as run};
 
-/// Why a run has left something.
-const KILLED: &str = "its `bulkhead run` was killed";
+/// Why a command has left something.
+const RUN_KILLED: &str = "its `bulkhead run` was killed";
+const EXEC_KILLED: &str = "its `bulkhead exec` was killed";
 
 /// `bulkhead gc`. Returns whether everything was removed.
 pub(crate) fn gc(
@@ -24,17 +21,23 @@ pub(crate) fn gc(
     let path = |garbage: &Garbage| one_line(&garbage.path.display().to_string());
     if dry_run {
         let mut found = garbage(root).map_err(list)?;
-        found.extend(leftovers().into_iter().map(|path| Garbage { path, reason: KILLED }));
+        let of = |reason| move |path| Garbage { path, reason };
+        found.extend(run::leftovers().into_iter().map(of(RUN_KILLED)));
+        found.extend(exec::leftovers().into_iter().map(of(EXEC_KILLED)));
         let cells = |garbage: &Garbage| [path(garbage), garbage.reason.to_owned()];
         listing(out, is_json, &found, ["WOULD BE REMOVED", "WHY"], cells).map_err(CommandError::Output)?;
         return Ok(true);
     }
-    // First those of killed runs, because their shims still live.
-    let runs = remove_leftovers().into_iter().map(|(path, removed)| Removed {
-        garbage: Garbage { path, reason: KILLED },
+    // First those of killed commands, because their shims still live.
+    let execs = exec::remove_leftovers().into_iter().map(|(path, removed)| Removed {
+        garbage: Garbage { path, reason: EXEC_KILLED },
         error: removed.err().map(|error| chain(&error)),
     });
-    let mut removed: Vec<_> = runs.collect();
+    let mut removed: Vec<_> = execs.collect();
+    removed.extend(run::remove_leftovers().into_iter().map(|(path, removed)| Removed {
+        garbage: Garbage { path, reason: RUN_KILLED },
+        error: removed.err().map(|error| chain(&error)),
+    }));
     removed.extend(remove_garbage(root));
     let cells = |removed: &Removed| {
         let result =

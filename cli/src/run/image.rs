@@ -15,9 +15,9 @@ use serde::{Deserialize, de::DeserializeOwned};
 use sha2::{Digest, Sha256};
 use tar::{Archive, EntryType};
 
-use crate::run::{
-    regular_file::open_below,
-    unpack::{self, Kind, UnpackError},
+use crate::{
+    process::regular_file::open_below,
+    run::unpack::{self, Kind, UnpackError},
 };
 
 /// The longest JSON document that is read.
