@@ -51,7 +51,7 @@ impl ExecDirectory {
         Self::create_in(Path::new(ROOT), shim_pid)
     }
 
-    fn create_in(root: &Path, shim_pid: u32) -> Result<Self, ExecError> {
+    pub(super) fn create_in(root: &Path, shim_pid: u32) -> Result<Self, ExecError> {
         let prefix = format!("{shim_pid}-");
         let directory = LockedDirectory::create_in(root, &prefix)
             .map(Self)

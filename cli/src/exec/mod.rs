@@ -5,6 +5,8 @@ mod error;
 mod options;
 mod program;
 mod target;
+#[cfg(test)]
+mod tests;
 
 use std::{
     io::{self, Write},
