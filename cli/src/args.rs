@@ -6,8 +6,8 @@ use clap::{Args, Parser, Subcommand};
 use clap_complete::Shell;
 
 use crate::{
-    config_file::ConfigFile, install::Options as InstallOptions, metrics::Endpoint,
-    run::Options as RunOptions,
+    config_file::ConfigFile, exec::Options as ExecOptions, install::Options as InstallOptions,
+    metrics::Endpoint, run::Options as RunOptions,
 };
 
 /// Shows, checks and removes what Bulkhead has on this host.
@@ -17,7 +17,7 @@ use crate::{
 /// in a microVM without containerd.
 ///
 /// Exit status: 0 if all went well, 1 if something failed or a check has failed, 2 if the command line is wrong.
-/// `bulkhead run` has a status of its own.
+/// `bulkhead run` and `bulkhead exec` have a status of their own.
 #[derive(Debug, Parser)]
 #[command(name = "bulkhead", version, disable_help_subcommand = true)]
 pub(crate) struct Arguments {
@@ -147,10 +147,21 @@ pub(crate) enum Command {
     /// Exit status: that of the program, 128 + N after signal N, 124 after --timeout, 125 if Bulkhead fails, 126 if
     /// the program cannot be executed, 127 if there is none.
     Run(Box<RunOptions>),
-    /// Removes what crashed shims and killed runs have left, and templates that no pod will use.
+    /// Runs a program in a container that runs, also while containerd is down.
+    ///
+    /// The program has the environment, the user, the working directory and the privileges of the container's own
+    /// program, where no option says otherwise. The shim of the pod is asked for it, so this works for the pods of
+    /// `bulkhead run` too, but no client of containerd knows of the program: use kubectl, docker, crictl or ctr where
+    /// you can. SIGINT, SIGTERM and SIGHUP are passed on to the program. A second signal kills it.
+    ///
+    /// Exit status: that of the program, 128 + N after signal N, 125 if Bulkhead fails, 126 if the program cannot be
+    /// executed, 127 if there is none.
+    Exec(ExecOptions),
+    /// Removes what crashed shims and killed commands have left, and templates that no pod will use.
     ///
     /// Each shim does the same when it starts, and each `bulkhead run`. Nothing of a shim that lives is removed, and
-    /// nothing that containerd will remove itself. A shim whose `bulkhead run` was killed is ended.
+    /// nothing that containerd will remove itself. A shim whose `bulkhead run` was killed is ended, and so is the
+    /// program of a `bulkhead exec` that was killed.
     Gc {
         /// Lists what would be removed, and removes nothing.
         #[arg(long)]

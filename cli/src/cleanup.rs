@@ -1,18 +1,18 @@
 //! `bulkhead gc`: removes what nobody uses any more.
 
-use std::{io::Write, path::Path};
+use std::{
+    error::Error,
+    io::Write,
+    path::{Path, PathBuf},
+};
 
 use bulkhead_host_shim::operator::{Garbage, Removed, chain, garbage, one_line, remove_garbage};
 
-use crate::{
-    error::CommandError,
-    output::listing,
-    progress::during,
-    run::directory::{leftovers, remove_leftovers},
-};
+use crate::{error::CommandError, exec, output::listing, progress::during, run::directory as run};
 
-/// Why a run has left something.
-const KILLED: &str = "its `bulkhead run` was killed";
+/// Why a command has left something.
+const RUN_KILLED: &str = "its `bulkhead run` was killed";
+const EXEC_KILLED: &str = "its `bulkhead exec` was killed";
 
 /// `bulkhead gc`. Returns whether everything was removed.
 pub(crate) fn gc(
@@ -25,18 +25,19 @@ pub(crate) fn gc(
     let path = |garbage: &Garbage| one_line(&garbage.path.display().to_string());
     if dry_run {
         let mut found = garbage(root).map_err(list)?;
-        found.extend(leftovers().into_iter().map(|path| Garbage { path, reason: KILLED }));
+        let of = |reason| move |path| Garbage { path, reason };
+        found.extend(run::leftovers().into_iter().map(of(RUN_KILLED)));
+        found.extend(exec::leftovers().into_iter().map(of(EXEC_KILLED)));
         let cells = |garbage: &Garbage| [path(garbage), garbage.reason.to_owned()];
         listing(out, is_json, &found, ["WOULD BE REMOVED", "WHY"], cells).map_err(CommandError::Output)?;
         return Ok(true);
     }
-    // First those of killed runs, because their shims still live.
+    // First those of killed commands, because their shims still live.
     let removed: Vec<_> = during("removing what nobody uses", is_json, |count| {
-        let runs = remove_leftovers().into_iter().map(|(path, removed)| Removed {
-            garbage: Garbage { path, reason: KILLED },
-            error: removed.err().map(|error| chain(&error)),
-        });
-        runs.chain(remove_garbage(root, |done, pods| count.set(done as u64, pods as u64))).collect()
+        let execs = of_commands(exec::remove_leftovers(), EXEC_KILLED);
+        let runs = of_commands(run::remove_leftovers(), RUN_KILLED);
+        let garbage = remove_garbage(root, |done, pods| count.set(done as u64, pods as u64));
+        execs.chain(runs).chain(garbage).collect()
     });
     let cells = |removed: &Removed| {
         let result =
@@ -45,6 +46,17 @@ pub(crate) fn gc(
     };
     listing(out, is_json, &removed, ["PATH", "RESULT", "WHY"], cells).map_err(CommandError::Output)?;
     Ok(removed.iter().all(|removed| removed.error.is_none()))
+}
+
+/// What killed commands have left, with the error of each that stays.
+fn of_commands<E: Error + 'static>(
+    left: Vec<(PathBuf, Result<(), E>)>,
+    reason: &'static str,
+) -> impl Iterator<Item = Removed> {
+    left.into_iter().map(move |(path, removed)| Removed {
+        garbage: Garbage { path, reason },
+        error: removed.err().map(|error| chain(&error)),
+    })
 }
 
 #[cfg(test)]

@@ -12,12 +12,14 @@ mod console;
 mod containerd;
 mod error;
 mod events;
+mod exec;
 mod install;
 mod listings;
 mod logs;
 mod metrics;
 mod output;
 mod pod;
+mod process;
 mod progress;
 mod run;
 mod templates;
@@ -91,10 +93,10 @@ fn wrong_line(error: &clap::Error) -> ExitCode {
     // If it cannot be printed, nobody reads it.
     _ = error.print();
     // Other numbers belong to the program.
-    let is_run = env::args_os().nth(1).is_some_and(|command| command == "run");
+    let is_run = env::args_os().nth(1).is_some_and(|command| command == "run" || command == "exec");
     match u8::try_from(error.exit_code()) {
         Ok(0) => ExitCode::SUCCESS,
-        Ok(_) if is_run => run::FAILED.into(),
+        Ok(_) if is_run => process::FAILED.into(),
         Ok(status) => status.into(),
         Err(_) => ExitCode::FAILURE,
     }
@@ -112,6 +114,7 @@ fn run(command: Command, out: &mut impl Write, errors: &mut impl Write) -> Resul
         }
         Command::Gc { dry_run, format } => return Ok(status(cleanup::gc(out, root, dry_run, format.json)?)),
         Command::Run(options) => return Ok(run::main(&options)),
+        Command::Exec(options) => return Ok(exec::main(&options, root)),
         Command::Ps { format } => listings::ps(out, errors, root, format.json)?,
         Command::Top { every, once, format } => {
             let every = Duration::from_secs(every.into());

@@ -4,12 +4,17 @@ use std::{env, fs, path::Path};
 
 use serde_json::{Value, json};
 
-use crate::run::{
-    error::RunError,
-    nat,
-    options::{Network, Options},
-    terminal::{self, Size},
-    user::User,
+use crate::{
+    process::{
+        ProcessError, environment,
+        terminal::{self, Size},
+        user::User,
+    },
+    run::{
+        error::RunError,
+        nat,
+        options::{Network, Options},
+    },
 };
 
 /// The environment of a program whose image gives none.
@@ -60,41 +65,21 @@ pub(super) fn write(bundle: &Path, options: &Options, program: &Program) -> Resu
 
 /// The environment: the default, that of the image, that of this command if it is asked for, and the variables that are
 /// given one by one. The last value of a name counts.
-pub(super) fn environment(options: &Options, of_image: &[String]) -> Result<Vec<String>, RunError> {
+pub(super) fn environment(options: &Options, of_image: &[String]) -> Result<Vec<String>, ProcessError> {
     let mut all = vec![PATH.to_owned()];
     all.extend_from_slice(of_image);
     if options.tty {
-        all.push(format!("TERM={}", env::var("TERM").as_deref().unwrap_or("xterm")));
+        all.push(environment::term());
     }
     if options.env_all {
         for (name, value) in env::vars_os() {
             let name = name.to_string_lossy().into_owned();
-            let value = value.into_string().map_err(|_| RunError::NotUtf8 { name: name.clone() })?;
+            let value = value.into_string().map_err(|_| ProcessError::NotUtf8 { name: name.clone() })?;
             all.push(format!("{name}={value}"));
         }
     }
-    for given in &options.env {
-        match given.split_once('=') {
-            Some(_) => all.push(given.clone()),
-            None => match env::var(given) {
-                Ok(value) => all.push(format!("{given}={value}")),
-                Err(env::VarError::NotPresent) => return Err(RunError::NoVariable { name: given.clone() }),
-                Err(env::VarError::NotUnicode(_)) => return Err(RunError::NotUtf8 { name: given.clone() }),
-            },
-        }
-    }
-    Ok(last_of_each(all))
-}
-
-fn last_of_each(all: Vec<String>) -> Vec<String> {
-    let mut kept: Vec<String> = Vec::new();
-    for variable in all {
-        let name = variable.split_once('=').map_or(variable.as_str(), |(name, _)| name);
-        let is_same = |other: &String| other.split_once('=').is_some_and(|(other, _)| other == name);
-        kept.retain(|other| !is_same(other));
-        kept.push(variable);
-    }
-    kept
+    environment::add(&mut all, &options.env)?;
+    Ok(environment::last_of_each(all))
 }
 
 fn spec(options: &Options, program: &Program) -> Value {

@@ -4,14 +4,16 @@ use std::{io, path::PathBuf};
 
 use bulkhead_host_shim::operator::ConfigError;
 
-use crate::run::{image::ImageError, unpack::UnpackError};
-
-/// The exit status where Bulkhead itself has failed, as of docker.
-pub(crate) const FAILED: u8 = 125;
+use crate::{
+    process::{FAILED, ProcessError},
+    run::{image::ImageError, unpack::UnpackError},
+};
 
 /// Why `bulkhead run` has failed before, or instead of, the program.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum RunError {
+    #[error(transparent)]
+    Process(#[from] ProcessError),
     #[error("no root is named; add --rootfs, --archive or --image")]
     NoRoot,
     #[error("--rootfs {path}: {reason}")]
@@ -26,14 +28,6 @@ pub(crate) enum RunError {
     Kernel { path: PathBuf, reason: String },
     #[error(transparent)]
     Config(#[from] ConfigError),
-    #[error("--env {name}: this command has no such variable; write {name}=VALUE")]
-    NoVariable { name: String },
-    #[error("--env {name}: the variable is not UTF-8")]
-    NotUtf8 { name: String },
-    #[error("the working directory {path:?} is not absolute (--workdir)")]
-    Workdir { path: String },
-    #[error("--user {user}: {reason}")]
-    User { user: String, reason: String },
     #[error("--junit {path}: cannot write it")]
     Junit { path: PathBuf, source: io::Error },
     #[error(
@@ -48,10 +42,6 @@ pub(crate) enum RunError {
     OldPasta,
     #[error("--network nat: pasta fails: {reason}")]
     Nat { reason: String },
-    #[error("--tty: standard input is no terminal")]
-    NoTerminal,
-    #[error("cannot set the modes of the terminal")]
-    Terminal(#[source] io::Error),
     #[error("{path}: cannot make it; `bulkhead run` needs root")]
     Denied { path: PathBuf },
     #[error("{path}: cannot prepare it")]
@@ -65,28 +55,18 @@ pub(crate) enum RunError {
     Shim(#[source] io::Error),
     #[error("the shim has answered {answer:?}, which is no address")]
     Address { answer: String },
-    #[error("cannot begin")]
-    Begin(#[source] io::Error),
-    #[error("the shim does not answer: {reason}")]
-    Lost { reason: String },
     #[error(
         "the VM ended while the program was running; `dmesg` says whether the host's kernel killed its VMM for want of \
          memory"
     )]
     VmEnded,
-    #[error("{0}")]
-    Refused(String),
-    #[error("{message}")]
-    NoProgram { message: String, status: u8 },
-    #[error("ended by a signal before the program ran")]
-    Interrupted { status: u8 },
 }
 
 impl RunError {
     /// The exit status: 126 or 127 if there is no such program, as of a shell.
     pub(super) fn status(&self) -> u8 {
         match self {
-            Self::NoProgram { status, .. } | Self::Interrupted { status } => *status,
+            Self::Process(error) => error.status(),
             _ => FAILED,
         }
     }

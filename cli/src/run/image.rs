@@ -15,10 +15,10 @@ use serde::{Deserialize, de::DeserializeOwned};
 use sha2::{Digest, Sha256};
 use tar::{Archive, EntryType};
 
-use crate::progress::{Count, CountedReader};
-use crate::run::{
-    regular_file::open_below,
-    unpack::{self, Kind, UnpackError},
+use crate::{
+    process::regular_file::open_below,
+    progress::{Count, CountedReader},
+    run::unpack::{self, Kind, UnpackError},
 };
 
 /// The longest JSON document that is read.

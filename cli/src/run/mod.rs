@@ -12,30 +12,21 @@ mod image;
 mod junit;
 pub(crate) mod nat;
 mod options;
-mod regular_file;
 mod root;
 mod shim;
-mod streams;
-mod terminal;
 mod turn;
 mod unpack;
-mod user;
 
 use std::{
     env, fs,
     io::{self, Write},
-    os::fd::AsFd,
     path::{Path, PathBuf},
-    pin::pin,
     process::ExitCode,
     time::{Duration, Instant},
 };
 
 use bulkhead_host_shim::operator::{CONFIG_PATH, Config, chain};
-use tokio::{
-    signal::unix::{Signal, SignalKind, signal},
-    time::sleep_until,
-};
+use tokio::time::sleep_until;
 
 use self::{
     bundle::Program,
@@ -46,29 +37,23 @@ use self::{
     options::Network,
     root::{Root, Source},
     shim::Shim,
-    streams::{Fifos, Outputs, Tail},
-    terminal::RawTerminal,
     turn::Turn,
+};
+use crate::process::{
+    FAILED, ProcessError,
+    attached::{self, Ended, Ending},
+    signals::{SIGKILL, SIGNALLED, Signals, interrupted},
+    streams::{Fifos, Tail},
+    terminal,
     user::User,
 };
 
 use crate::progress::{Progress, Unit};
 
-pub(crate) use self::{error::FAILED, options::Options};
+pub(crate) use self::options::Options;
 
-const SIGHUP: i32 = 1;
-const SIGINT: i32 = 2;
-const SIGKILL: i32 = 9;
-const SIGTERM: i32 = 15;
-
-/// What a shell adds to the number of the signal that has ended a program.
-const SIGNALLED: u8 = 128;
-
-/// How long a program that was killed may take to end. Then its VM is ended.
-const KILLED: Duration = Duration::from_secs(30);
-
-/// How long the end of the output may take to come after the end of the program.
-const DRAIN: Duration = Duration::from_secs(10);
+/// The exit status of a program that was killed.
+const KILLED: u8 = SIGNALLED | SIGKILL.to_le_bytes()[0];
 
 /// How long a run waits at its end until leftovers of other runs are removed.
 const LEFTOVERS: Duration = Duration::from_secs(5);
@@ -116,7 +101,7 @@ fn execute(options: &Options, tail: &Tail) -> Result<End, RunError> {
     }
     let source = Source::find(options)?;
     let runtime =
-        tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(RunError::Begin)?;
+        tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(ProcessError::Begin)?;
     let ended = runtime.block_on(async {
         // What hangs there does not hold this run up.
         let leftovers = tokio::task::spawn_blocking(remove_leftovers);
@@ -165,13 +150,13 @@ async fn run_in(
     let prepared = tokio::task::spawn_blocking(move || source.prepare(&layer, bytes, &count));
     let root = tokio::select! {
         biased;
-        signal = signals.next() => return Err(interrupted(signal)),
+        signal = signals.next() => return Err(interrupted(signal).into()),
         end = late(deadline) => return Ok(end),
-        root = prepared => root.map_err(|error| RunError::Begin(io::Error::other(error)))??,
+        root = prepared => root.map_err(|error| ProcessError::Begin(io::Error::other(error)))??,
     };
     drop(unpacking);
     bundle::write(directory.path(), options, &program(directory, options, &root)?)?;
-    let fifos = Fifos::make(directory.path(), options.tty)
+    let fifos = Fifos::make(directory.path(), true, options.tty)
         .map_err(|source| RunError::Prepare { path: directory.path().into(), source })?;
     let starting = Progress::begin("starting the microVM", Unit::Items);
     let started = || directory.has_shim.set(true);
@@ -179,12 +164,12 @@ async fn run_in(
     let ended = async {
         let turn = tokio::select! {
             biased;
-            signal = signals.next() => return Err(interrupted(signal)),
+            signal = signals.next() => return Err(interrupted(signal).into()),
             turn = Turn::take(directory.path()) => turn,
         };
         let vmm = tokio::select! {
             biased;
-            signal = signals.next() => return Err(interrupted(signal)),
+            signal = signals.next() => return Err(interrupted(signal).into()),
             created = shim.create(directory.path(), root.mount, &fifos) => created?,
         };
         drop(turn);
@@ -224,12 +209,8 @@ async fn connect(directory: &RunDirectory, shim: &Shim, vmm: u32) -> Result<(), 
     }
     let (path, id) = (directory.path().to_owned(), directory.id().to_owned());
     let connected = tokio::task::spawn_blocking(move || nat::connect(&path, &id, netns));
-    connected.await.map_err(|error| RunError::Begin(io::Error::other(error)))??;
+    connected.await.map_err(|error| ProcessError::Begin(io::Error::other(error)))??;
     if shim.has_no_vm() { Err(RunError::VmEnded) } else { Ok(()) }
-}
-
-fn interrupted(signal: i32) -> RunError {
-    RunError::Interrupted { status: SIGNALLED | signal.to_le_bytes()[0] }
 }
 
 /// What is run: as the options say, or else as the image says.
@@ -248,7 +229,7 @@ fn program(directory: &RunDirectory, options: &Options, root: &Root) -> Result<P
         None => image.working_dir.clone(),
     };
     if !workdir.starts_with('/') {
-        return Err(RunError::Workdir { path: workdir });
+        return Err(ProcessError::Workdir { path: workdir }.into());
     }
     let of_image = Some(image.user.as_str()).filter(|user| !user.is_empty());
     let user = options.user.as_deref().or(of_image);
@@ -281,53 +262,6 @@ fn configuration(bundle: &Path, kernel: &Path) -> Result<PathBuf, RunError> {
     Ok(path)
 }
 
-/// The signals that are passed on to the program.
-struct Signals {
-    hangup: Signal,
-    interrupt: Signal,
-    terminate: Signal,
-}
-
-impl Signals {
-    fn catch() -> Result<Self, RunError> {
-        let catch = |kind| signal(kind).map_err(RunError::Begin);
-        Ok(Self {
-            hangup: catch(SignalKind::hangup())?,
-            interrupt: catch(SignalKind::interrupt())?,
-            terminate: catch(SignalKind::terminate())?,
-        })
-    }
-
-    /// The next of them.
-    async fn next(&mut self) -> i32 {
-        tokio::select! {
-            _ = self.hangup.recv() => SIGHUP,
-            _ = self.interrupt.recv() => SIGINT,
-            _ = self.terminate.recv() => SIGTERM,
-        }
-    }
-}
-
-/// Whether something ends the program, and what.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Ending {
-    /// Nothing but itself, as far as is known.
-    Running,
-    /// A signal was passed on to it. The next one kills it.
-    Signalled,
-    /// It was killed, because the time of --timeout is over.
-    TimedOut,
-}
-
-impl Ending {
-    fn after_signal(self) -> Self {
-        match self {
-            Self::Running | Self::Signalled => Self::Signalled,
-            Self::TimedOut => Self::TimedOut,
-        }
-    }
-}
-
 /// Starts the program, and copies its streams until it ends.
 async fn follow(
     shim: &Shim,
@@ -336,75 +270,20 @@ async fn follow(
     tail: &Tail,
     signals: &mut Signals,
 ) -> Result<End, RunError> {
-    let mut outputs = Outputs::new(tail.clone());
-    outputs.copy(fifos.stdout, io::stdout().as_fd()).map_err(RunError::Begin)?;
-    if let Some(stderr) = fifos.stderr {
-        outputs.copy(stderr, io::stderr().as_fd()).map_err(RunError::Begin)?;
-    }
     tokio::select! {
         biased;
-        signal = signals.next() => return Err(interrupted(signal)),
-        started = shim.start_program() => started?,
+        signal = signals.next() => return Err(interrupted(signal).into()),
+        started = shim.process().start() => started?,
     }
-    let mut resized = signal(SignalKind::window_change()).map_err(RunError::Begin)?;
-    let _raw = if options.tty { Some(RawTerminal::enter()?) } else { None };
-    if options.tty {
-        resize(shim).await;
-    }
-    let mut stdin = streams::copy_input(fifos.stdin).map_err(RunError::Begin)?;
-    let mut stdin_is_open = true;
-    let deadline = options.timeout.map(|timeout| tokio::time::Instant::now() + timeout);
-    let (mut ending, mut give_up) = (Ending::Running, None);
-    let mut exited = pin!(shim.wait());
-    let status = loop {
-        tokio::select! {
-            status = &mut exited => break Some(status?),
-            signal = signals.next() => {
-                let signal = if ending == Ending::Running { signal } else { SIGKILL };
-                ending = ending.after_signal();
-                give_up = kill(shim, signal).await.or(give_up);
-            }
-            () = at(deadline), if ending != Ending::TimedOut => {
-                ending = Ending::TimedOut;
-                give_up = kill(shim, SIGKILL).await;
-            }
-            () = at(give_up) => break None,
-            _ = &mut stdin, if stdin_is_open => {
-                stdin_is_open = false;
-                // An error: the program has ended.
-                _ = shim.close_stdin().await;
-            }
-            // An error: whoever read the output wants no more of it.
-            ended = outputs.next(), if outputs.are_open() => if ended.is_err() {
-                give_up = kill(shim, SIGKILL).await;
-            },
-            _ = resized.recv(), if options.tty => resize(shim).await,
-        }
-    };
-    // A reader that takes no more does not keep what was to be ended.
-    let until = deadline.filter(|_| ending == Ending::TimedOut).map(|deadline| deadline + KILLED + DRAIN);
-    outputs.drain(DRAIN, signals.next(), at(until)).await;
-    if status == Some(SIGNALLED | 9) && ending == Ending::Running && shim.has_no_vm() {
+    let ended = attached::follow(shim.process(), fifos, tail, options.timeout, signals).await?;
+    let Ended { status, ending } = ended;
+    if status == Some(KILLED) && ending == Ending::Running && shim.has_no_vm() {
         return Err(RunError::VmEnded);
     }
     match (status, options.timeout.filter(|_| ending == Ending::TimedOut)) {
         (_, Some(after)) => Ok(End::TimedOut { after }),
         (Some(status), None) => Ok(End::Exited { status, is_oom: false }),
-        (None, None) => Ok(End::Exited { status: SIGNALLED | 9, is_oom: false }),
-    }
-}
-
-/// Sends the signal. Returns when to give up waiting for the end, if nothing can outlive the signal.
-async fn kill(shim: &Shim, signal: i32) -> Option<tokio::time::Instant> {
-    // An error: the program has ended, or its guest does not answer.
-    _ = shim.kill(signal).await;
-    (signal == SIGKILL).then(|| tokio::time::Instant::now() + KILLED)
-}
-
-async fn at(time: Option<tokio::time::Instant>) {
-    match time {
-        Some(time) => sleep_until(time).await,
-        None => std::future::pending().await,
+        (None, None) => Ok(End::Exited { status: KILLED, is_oom: false }),
     }
 }
 
@@ -416,12 +295,5 @@ async fn late(deadline: Option<(tokio::time::Instant, End)>) -> End {
             end
         }
         None => std::future::pending().await,
-    }
-}
-
-async fn resize(shim: &Shim) {
-    if let Some(size) = terminal::size() {
-        // The program may have ended.
-        _ = shim.resize(size).await;
     }
 }

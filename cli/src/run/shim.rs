@@ -19,7 +19,7 @@ use async_trait::async_trait;
 use containerd_shim_protos::{
     api,
     shim::events::ForwardRequest,
-    shim_async::{Client, Events, TaskClient, create_events},
+    shim_async::{Events, create_events},
     topics,
 };
 use protobuf::{CodedOutputStream, Message, well_known_types::any::Any, well_known_types::empty::Empty};
@@ -29,12 +29,17 @@ use rustix::{
 };
 use ttrpc::{
     r#async::{Server, TtrpcContext},
-    context::{Context, with_duration},
+    context::with_duration,
 };
 
 use crate::{
     command_output,
-    run::{error::RunError, streams::Fifos, terminal::Size},
+    process::{
+        ProcessError,
+        client::{Process, START, lost, refused},
+        streams::Fifos,
+    },
+    run::error::RunError,
 };
 
 const PROGRAM: &str = "containerd-shim-bulkhead-v2";
@@ -52,12 +57,6 @@ const MESSAGES: &str = "shim-stderr";
 /// How long `start` and `delete` may take. `delete` itself gives up sooner.
 const COMMAND: Duration = Duration::from_secs(60);
 
-/// How long the VM and the container in it may take to start. Many may start at the same time.
-const START: Duration = Duration::from_secs(600);
-
-/// How long another answer may take. The shim itself gives up sooner.
-const ANSWER: Duration = Duration::from_secs(60);
-
 /// How long the shim may take to end after it was told to.
 const END: Duration = Duration::from_secs(10);
 
@@ -66,7 +65,7 @@ const CONFIG_PATH_FIELD: u32 = 2;
 
 /// A shim that runs.
 pub(super) struct Shim {
-    client: TaskClient,
+    process: Process,
     id: String,
     heard: Arc<Heard>,
     /// The VMM. None: it has ended, or there is none yet.
@@ -116,9 +115,8 @@ impl Shim {
         if !address.starts_with("unix://") {
             return Err(RunError::Address { answer });
         }
-        let client = Client::connect(address).await.map_err(lost)?;
         Ok(Self {
-            client: TaskClient::new(client),
+            process: Process::connect(address, id, "").await?,
             id: id.into(),
             heard,
             vmm: OnceLock::new(),
@@ -133,17 +131,18 @@ impl Shim {
         root: api::Mount,
         fifos: &Fifos,
     ) -> Result<u32, RunError> {
+        let uri = |path: &Path| path.display().to_string();
         let mut request = api::CreateTaskRequest::new();
         request.id = self.id.clone();
         request.bundle = bundle.display().to_string();
         request.rootfs = vec![root];
-        request.stdin = fifos.stdin.display().to_string();
-        request.stdout = fifos.stdout.path.display().to_string();
+        request.stdin = fifos.stdin.as_deref().map(uri).unwrap_or_default();
+        request.stdout = uri(&fifos.stdout.path);
         match &fifos.stderr {
-            Some(stderr) => request.stderr = stderr.path.display().to_string(),
+            Some(stderr) => request.stderr = uri(&stderr.path),
             None => request.terminal = true,
         }
-        let created = self.client.create(with_duration(START), &request).await.map_err(refused)?;
+        let created = self.process.client().create(with_duration(START), &request).await.map_err(refused)?;
         // The process of a task is the VMM of its pod.
         _ = self.vmm.set(process(created.pid));
         Ok(created.pid)
@@ -158,38 +157,9 @@ impl Shim {
         }
     }
 
-    pub(super) async fn start_program(&self) -> Result<(), RunError> {
-        let mut request = api::StartRequest::new();
-        request.id = self.id.clone();
-        self.client.start(with_duration(START), &request).await.map(drop).map_err(refused)
-    }
-
-    /// The exit status of the program, however long it runs.
-    pub(super) async fn wait(&self) -> Result<u8, RunError> {
-        let mut request = api::WaitRequest::new();
-        request.id = self.id.clone();
-        let answer = self.client.wait(Context::default(), &request).await.map_err(refused)?;
-        Ok(u8::try_from(answer.exit_status).unwrap_or(u8::MAX))
-    }
-
-    pub(super) async fn kill(&self, signal: i32) -> Result<(), RunError> {
-        let mut request = api::KillRequest::new();
-        (request.id, request.signal) = (self.id.clone(), signal.unsigned_abs());
-        self.client.kill(with_duration(ANSWER), &request).await.map(drop).map_err(refused)
-    }
-
-    /// Standard input has ended.
-    pub(super) async fn close_stdin(&self) -> Result<(), RunError> {
-        let mut request = api::CloseIORequest::new();
-        (request.id, request.stdin) = (self.id.clone(), true);
-        self.client.close_io(with_duration(ANSWER), &request).await.map(drop).map_err(refused)
-    }
-
-    pub(super) async fn resize(&self, size: Size) -> Result<(), RunError> {
-        let mut request = api::ResizePtyRequest::new();
-        request.id = self.id.clone();
-        (request.width, request.height) = (size.width.into(), size.height.into());
-        self.client.resize_pty(with_duration(ANSWER), &request).await.map(drop).map_err(refused)
+    /// The program of the container.
+    pub(super) fn process(&self) -> &Process {
+        &self.process
     }
 
     /// Whether the kernel has killed a process for want of memory.
@@ -199,13 +169,8 @@ impl Shim {
 
     /// Removes the container, whose program has ended, and waits for the end of the shim.
     pub(super) async fn end(&self) -> Result<(), RunError> {
-        let mut request = api::ConnectRequest::new();
-        request.id = self.id.clone();
-        let answer = self.client.connect(with_duration(ANSWER), &request).await.map_err(refused)?;
-        let process = process(answer.shim_pid);
-        let mut request = api::DeleteRequest::new();
-        request.id = self.id.clone();
-        self.client.delete(with_duration(ANSWER), &request).await.map_err(refused)?;
+        let process = process(self.process.shim_pid().await?);
+        self.process.delete().await?;
         self.shut_down().await?;
         // Without this descriptor it is gone already.
         let Some(process) = process else { return Ok(()) };
@@ -213,15 +178,15 @@ impl Shim {
         let ended = tokio::task::spawn_blocking(move || has_ended(&process, END)).await;
         match ended {
             Ok(true) => Ok(()),
-            _ => Err(RunError::Lost { reason: format!("it has not ended within {END:?}") }),
+            _ => Err(ProcessError::Lost { reason: format!("it has not ended within {END:?}") }.into()),
         }
     }
 
     /// Tells the shim to end. It does that if it has no container.
-    pub(super) async fn shut_down(&self) -> Result<(), RunError> {
+    pub(super) async fn shut_down(&self) -> Result<(), ProcessError> {
         let mut request = api::ShutdownRequest::new();
         request.id = self.id.clone();
-        self.client.shutdown(with_duration(END), &request).await.map(drop).map_err(refused)
+        self.process.client().shutdown(with_duration(END), &request).await.map(drop).map_err(refused)
     }
 }
 
@@ -274,7 +239,7 @@ fn ask(
     match command_output::answer_and_tell(command, input, COMMAND, started) {
         Ok(answer) => Ok(answer),
         Err(error) => match fs::read_to_string(&messages) {
-            Ok(text) if !text.trim().is_empty() => Err(RunError::Refused(text.trim().into())),
+            Ok(text) if !text.trim().is_empty() => Err(ProcessError::Refused(text.trim().into()).into()),
             _ => Err(RunError::Shim(error)),
         },
     }
@@ -291,45 +256,9 @@ fn options(config: &Path) -> protobuf::Result<Vec<u8>> {
     any.write_to_bytes()
 }
 
-fn lost(error: ttrpc::Error) -> RunError {
-    RunError::Lost { reason: error.to_string() }
-}
-
-/// The answer to a request that the shim does not fulfil.
-fn refused(error: ttrpc::Error) -> RunError {
-    match error {
-        ttrpc::Error::RpcStatus(status) => {
-            let message = status.message;
-            // The shim uses the words of runc, because they are all that tells docker of a program that is not there.
-            let at_exec = |words: &str| message.contains("exec: ") && message.ends_with(words);
-            let is_missing = ["executable file not found in $PATH", "no such file or directory"];
-            if is_missing.into_iter().any(at_exec) {
-                return RunError::NoProgram { message, status: 127 };
-            }
-            if ["permission denied", "is a directory", "exec format error"].into_iter().any(at_exec) {
-                return RunError::NoProgram { message, status: 126 };
-            }
-            RunError::Refused(message)
-        }
-        other => lost(other),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn status_of(message: &str) -> u8 {
-        refused(ttrpc::Error::RpcStatus(ttrpc::get_status(ttrpc::Code::UNKNOWN, message))).status()
-    }
-
-    #[test]
-    fn a_program_that_is_not_there_has_a_status_of_its_own() {
-        assert_eq!(status_of("container a: exec: \"nope\": executable file not found in $PATH"), 127);
-        assert_eq!(status_of("container a: exec: \"/x\": stat /x: no such file or directory"), 127);
-        assert_eq!(status_of("container a: exec: \"/etc/passwd\": permission denied"), 126);
-        assert_eq!(status_of("container a: mounts[7]: source /x: no such file or directory"), 125);
-    }
 
     #[test]
     fn there_is_something_to_delete_from_the_start_of_a_shim_on() {

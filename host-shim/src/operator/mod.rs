@@ -4,6 +4,7 @@
 //! The files below /run/bulkhead may be those of a shim of another version, or of one that crashed. What cannot be
 //! read is reported with the pod that it belongs to.
 
+mod address;
 mod build;
 mod events;
 mod failures;
@@ -15,6 +16,7 @@ mod start;
 mod templates;
 mod usage;
 
+pub use address::{ContainerPlace, PodAddress, PodAddressError, pod_address};
 pub use build::{BuildError, Built, build_templates};
 pub use events::{Event, EventKind, Follower, Observed, PodName};
 pub use failures::{failures, forget_failures};
@@ -29,6 +31,7 @@ pub use usage::{CgroupUsage, CpuUsage, NetworkUsage, Usage};
 
 pub use crate::{
     host::state_dir::{CONSOLE, STATE_ROOT},
+    pod::container_role::{CONTAINER_NAME, CONTAINER_TYPE, CRI_NAMESPACE, SANDBOX_TYPE},
     types::{
         config::{CONFIG_PATH, Config, ConfigError, Setting},
         error::chain,

@@ -137,19 +137,30 @@ fn read_journal(pod: &mut Pod, journal: &Journal) -> Option<ProcessId> {
     if let Some((line, text)) = journal.damaged() {
         pod.problems.push(format!("{}: line {line} is damaged: {text}", pod.path.join(JOURNAL).display()));
     }
-    let living = |process: Option<ProcessId>| process.filter(|process| process.may_live());
-    let (shim, vmm) = (living(journal.shim()), living(journal.vmm()));
-    pod.state = match (journal.shim(), shim) {
-        (None, _) => PodState::Unknown,
-        (_, Some(_)) => PodState::Running,
-        (_, None) if state_dir::is_abandoned(&pod.path) => PodState::Leftover,
-        (_, None) => PodState::Crashed,
-    };
+    let (state, shim) = state_of(&pod.path, journal);
+    let vmm = living(journal.vmm());
+    pod.state = state;
     pod.age_seconds = shim.and_then(process::age).map(|age| age.as_secs());
     pod.memory_bytes = vmm.and_then(process::memory);
     pod.shim_pid = shim.map(|shim| shim.pid);
     pod.vmm_pid = vmm.map(|vmm| vmm.pid);
     vmm
+}
+
+/// The state of the pod with this state directory and journal, and its shim if that lives.
+pub(super) fn state_of(path: &Path, journal: &Journal) -> (PodState, Option<ProcessId>) {
+    let shim = living(journal.shim());
+    let state = match (journal.shim(), shim) {
+        (None, _) => PodState::Unknown,
+        (_, Some(_)) => PodState::Running,
+        (_, None) if state_dir::is_abandoned(path) => PodState::Leftover,
+        (_, None) => PodState::Crashed,
+    };
+    (state, shim)
+}
+
+fn living(process: Option<ProcessId>) -> Option<ProcessId> {
+    process.filter(|process| process.may_live())
 }
 
 fn containers(path: &Path) -> io::Result<Vec<String>> {

@@ -13,10 +13,14 @@ use crate::types::{
 };
 
 /// containerd's namespace of the containers of its CRI plugin.
-pub(crate) const CRI_NAMESPACE: &str = "k8s.io";
+pub const CRI_NAMESPACE: &str = "k8s.io";
 
 /// Of containerd's CRI plugin: `sandbox` or `container`.
-pub(crate) const CONTAINER_TYPE: &str = "io.kubernetes.cri.container-type";
+pub const CONTAINER_TYPE: &str = "io.kubernetes.cri.container-type";
+/// The value of [`CONTAINER_TYPE`] of a pod's sandbox container.
+pub const SANDBOX_TYPE: &str = "sandbox";
+/// Of containerd's CRI plugin: the name of the container in its pod.
+pub const CONTAINER_NAME: &str = "io.kubernetes.cri.container-name";
 /// Of containerd's CRI plugin: the id of the pod's sandbox.
 pub(crate) const SANDBOX_ID: &str = "io.kubernetes.cri.sandbox-id";
 /// Of containerd's CRI plugin, if it is not too old: the pod's UID, by which kubelet names its directory of the pod.
@@ -69,7 +73,7 @@ impl Role {
         };
         match annotations.get(CONTAINER_TYPE).map(String::as_str) {
             None => Ok(Role::Single),
-            Some("sandbox") => Ok(Role::Sandbox),
+            Some(SANDBOX_TYPE) => Ok(Role::Sandbox),
             Some("container") => match annotations.get(SANDBOX_ID) {
                 Some(id) if !id.is_empty() => Ok(Role::Member { sandbox_id: id.clone() }),
                 _ => Err(invalid(SANDBOX_ID, "is missing".into())),

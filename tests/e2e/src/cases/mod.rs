@@ -32,6 +32,7 @@ mod nested;
 mod network;
 mod oom;
 mod operator;
+mod operator_exec;
 mod operator_follow;
 mod operator_metrics;
 mod pause;
@@ -106,6 +107,7 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::brief("operator", operator::BY_VERSION),
     Group::new("operator", operator_metrics::CASES),
     Group::new("operator", operator_follow::CASES),
+    Group::new("operator", operator_exec::CASES),
     Group::new("run", run::CASES),
     Group::new("upgrade", upgrade::CASES),
     Group::new("hangs", hangs::CASES),

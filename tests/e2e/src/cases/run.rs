@@ -1,5 +1,6 @@
 //! A program in a microVM without containerd: `bulkhead run`.
 
+mod exec;
 mod nat;
 
 use std::fs;
@@ -28,6 +29,7 @@ pub(super) const CASES: &[Case] = &[
     Case::bulkhead("a_signal_is_passed_on_and_a_second_one_kills", signals),
     Case::bulkhead("a_reader_that_goes_away_ends_the_program", reader_goes_away),
     Case::bulkhead("a_terminal_is_the_programs", terminal),
+    Case::bulkhead("a_program_is_added_to_a_run", exec::added),
     Case::bulkhead("what_is_wrong_is_named", errors),
     Case::bulkhead("another_kernel_is_booted", kernel),
     Case::bulkhead("a_killed_run_is_removed_by_gc_and_by_the_next_run", killed),

@@ -10,7 +10,7 @@ use rustix::fs::{FileType, Mode, OFlags, ResolveFlags, fstat, open, openat2};
 
 /// Opens a file of a tree to read it. `resolve` says where symbolic links may lead. InvalidInput: it is no regular
 /// file. Such a one is not opened: to open a device node of the tree has effects on the host.
-pub(super) fn open_below(tree: impl AsFd, path: &str, resolve: ResolveFlags) -> io::Result<File> {
+pub(crate) fn open_below(tree: impl AsFd, path: &str, resolve: ResolveFlags) -> io::Result<File> {
     let place = openat2(tree, path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty(), resolve)?;
     if FileType::from_raw_mode(fstat(&place)?.st_mode) != FileType::RegularFile {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is no regular file"));

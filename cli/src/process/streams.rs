@@ -29,7 +29,7 @@ const BUFFER: usize = 64 << 10;
 
 /// The last output of the program, of both streams as they came.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Tail(Arc<Mutex<VecDeque<u8>>>);
+pub(crate) struct Tail(Arc<Mutex<VecDeque<u8>>>);
 
 impl Tail {
     fn add(&self, bytes: &[u8]) {
@@ -39,7 +39,7 @@ impl Tail {
         tail.drain(..surplus);
     }
 
-    pub(super) fn text(&self) -> String {
+    pub(crate) fn text(&self) -> String {
         let mut tail = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         String::from_utf8_lossy(tail.make_contiguous()).into_owned()
     }
@@ -47,25 +47,26 @@ impl Tail {
 
 /// A FIFO for each stream.
 #[derive(Debug)]
-pub(super) struct Fifos {
-    pub(super) stdin: PathBuf,
-    pub(super) stdout: Output,
+pub(crate) struct Fifos {
+    /// None: the program has no input.
+    pub(crate) stdin: Option<PathBuf>,
+    pub(crate) stdout: Output,
     /// None: the program has a terminal.
-    pub(super) stderr: Option<Output>,
+    pub(crate) stderr: Option<Output>,
 }
 
 /// The FIFO of a stream of output.
 #[derive(Debug)]
-pub(super) struct Output {
-    pub(super) path: PathBuf,
+pub(crate) struct Output {
+    pub(crate) path: PathBuf,
     reader: File,
 }
 
 impl Fifos {
     /// Makes them in a directory.
-    pub(super) fn make(directory: &Path, has_terminal: bool) -> io::Result<Self> {
-        let stdin = directory.join("stdin");
-        make_fifo(&stdin)?;
+    pub(crate) fn make(directory: &Path, has_input: bool, has_terminal: bool) -> io::Result<Self> {
+        let stdin = has_input.then(|| directory.join("stdin"));
+        stdin.as_deref().map_or(Ok(()), make_fifo)?;
         let stdout = Output::make(directory.join("stdout"))?;
         let stderr = if has_terminal { None } else { Some(Output::make(directory.join("stderr"))?) };
         Ok(Self { stdin, stdout, stderr })
@@ -89,7 +90,7 @@ impl Output {
 
 /// The streams of output that threads copy.
 #[derive(Debug)]
-pub(super) struct Outputs {
+pub(crate) struct Outputs {
     tail: Tail,
     /// Each thread sends how its stream has ended.
     sender: mpsc::UnboundedSender<io::Result<()>>,
@@ -100,13 +101,13 @@ pub(super) struct Outputs {
 }
 
 impl Outputs {
-    pub(super) fn new(tail: Tail) -> Self {
+    pub(crate) fn new(tail: Tail) -> Self {
         let (sender, receiver) = mpsc::unbounded_channel();
         Self { tail, sender, receiver, open: 0, writing: Arc::default() }
     }
 
     /// Copies a stream until the shim closes it. The shim must have opened it.
-    pub(super) fn copy(&mut self, output: Output, to: BorrowedFd<'_>) -> io::Result<()> {
+    pub(crate) fn copy(&mut self, output: Output, to: BorrowedFd<'_>) -> io::Result<()> {
         let mut to = File::from(to.try_clone_to_owned()?);
         let (sender, tail, writing) = (self.sender.clone(), self.tail.clone(), Arc::clone(&self.writing));
         self.open += 1;
@@ -125,12 +126,12 @@ impl Outputs {
     }
 
     /// Whether a stream has not ended.
-    pub(super) fn are_open(&self) -> bool {
+    pub(crate) fn are_open(&self) -> bool {
         self.open > 0
     }
 
     /// Waits for the end of a stream. The error is one of writing.
-    pub(super) async fn next(&mut self) -> io::Result<()> {
+    pub(crate) async fn next(&mut self) -> io::Result<()> {
         // The sender lives as long as this.
         let ended = self.receiver.recv().await.unwrap_or(Ok(()));
         self.open -= 1;
@@ -139,7 +140,7 @@ impl Outputs {
 
     /// Waits for the end of all streams, at most `limit` after the last time that a reader was waited for. A reader
     /// may take its time until `cancelled` or until it is `late`.
-    pub(super) async fn drain(&mut self, limit: Duration, cancelled: impl Future, late: impl Future) {
+    pub(crate) async fn drain(&mut self, limit: Duration, cancelled: impl Future, late: impl Future) {
         let (mut cancelled, mut late) = (pin!(cancelled), pin!(late));
         while self.are_open() {
             tokio::select! {
@@ -159,7 +160,7 @@ impl Outputs {
 
 /// Copies standard input to the FIFO. The shim must have it open. The receiver learns of the end of standard input, or
 /// that nobody reads it any more.
-pub(super) fn copy_input(fifo: PathBuf) -> io::Result<oneshot::Receiver<()>> {
+pub(crate) fn copy_input(fifo: PathBuf) -> io::Result<oneshot::Receiver<()>> {
     let input = File::from(io::stdin().as_fd().try_clone_to_owned()?);
     let (sender, receiver) = oneshot::channel();
     // It is not waited for, because a terminal may never bring anything.
@@ -205,8 +206,8 @@ mod tests {
     /// Writes the bytes as the shim does, and returns how the stream has ended.
     async fn written(bytes: &[u8], to: impl AsFd) -> io::Result<()> {
         let dir = tempfile::tempdir().unwrap();
-        let fifos = Fifos::make(dir.path(), true).unwrap();
-        assert!(fifos.stderr.is_none());
+        let fifos = Fifos::make(dir.path(), false, true).unwrap();
+        assert!(fifos.stdin.is_none() && fifos.stderr.is_none());
         let mut writer = OpenOptions::new().write(true).open(&fifos.stdout.path).unwrap();
         let mut outputs = Outputs::new(Tail::default());
         outputs.copy(fifos.stdout, to.as_fd()).unwrap();

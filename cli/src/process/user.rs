@@ -4,29 +4,34 @@ use std::{io::Read, os::fd::AsFd};
 
 use rustix::fs::ResolveFlags;
 
-use crate::run::{error::RunError, regular_file::open_below};
+use crate::process::{error::ProcessError, regular_file::open_below};
 
 /// The most that is read of /etc/passwd and of /etc/group.
 const MOST: u64 = 1 << 20;
 
 /// The numbers of a user.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(super) struct User {
-    pub(super) uid: u32,
-    pub(super) gid: u32,
-    pub(super) groups: Vec<u32>,
+pub(crate) struct User {
+    pub(crate) uid: u32,
+    pub(crate) gid: u32,
+    pub(crate) groups: Vec<u32>,
 }
 
 impl User {
     /// Finds `USER[:GROUP]`, names or numbers, in a root. A number need not be in its files.
-    pub(super) fn find(text: &str, root: impl AsFd) -> Result<Self, RunError> {
+    pub(crate) fn find(text: &str, root: impl AsFd) -> Result<Self, ProcessError> {
         // A root without these files has no names.
         let read = |path| read_in(root.as_fd(), path).unwrap_or_default();
         Self::find_in(text, &read("etc/passwd"), &read("etc/group"))
     }
 
-    fn find_in(text: &str, passwd: &str, group: &str) -> Result<Self, RunError> {
-        let unknown = |what: &str, file: &str| RunError::User {
+    /// `USER[:GROUP]` if both are numbers, without any file.
+    pub(crate) fn of_numbers(text: &str) -> Option<Self> {
+        Self::find_in(text, "", "").ok()
+    }
+
+    fn find_in(text: &str, passwd: &str, group: &str) -> Result<Self, ProcessError> {
+        let unknown = |what: &str, file: &str| ProcessError::User {
             user: text.into(),
             reason: format!("{what} is not in {file} of the program's root; give a number"),
         };

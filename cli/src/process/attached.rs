@@ -1,0 +1,133 @@
+//! A process that has the streams, the terminal and the signals of this command.
+
+use std::{io, os::fd::AsFd, pin::pin, time::Duration};
+
+use tokio::{
+    signal::unix::{SignalKind, signal},
+    time::{Instant, sleep_until},
+};
+
+use crate::process::{
+    client::Process,
+    error::ProcessError,
+    signals::{SIGKILL, Signals},
+    streams::{self, Fifos, Outputs, Tail},
+    terminal::{self, RawTerminal},
+};
+
+/// How long a program that was killed may take to end. Then nobody waits for it any more.
+const KILLED: Duration = Duration::from_secs(30);
+
+/// How long the end of the output may take to come after the end of the program.
+const DRAIN: Duration = Duration::from_secs(10);
+
+/// How a process has ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Ended {
+    /// None: it was killed, and its end does not come.
+    pub(crate) status: Option<u8>,
+    pub(crate) ending: Ending,
+}
+
+/// Whether something ends the program, and what.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Ending {
+    /// Nothing but itself, as far as is known.
+    Running,
+    /// A signal was passed on to it. The next one kills it.
+    Signalled,
+    /// It was killed, because the time of --timeout is over.
+    TimedOut,
+}
+
+impl Ending {
+    fn after_signal(self) -> Self {
+        match self {
+            Self::Running | Self::Signalled => Self::Signalled,
+            Self::TimedOut => Self::TimedOut,
+        }
+    }
+}
+
+/// Copies the streams of a process that has just been started, until it ends. It is killed after the `timeout`.
+pub(crate) async fn follow(
+    process: &Process,
+    fifos: Fifos,
+    tail: &Tail,
+    timeout: Option<Duration>,
+    signals: &mut Signals,
+) -> Result<Ended, ProcessError> {
+    let has_terminal = fifos.stderr.is_none();
+    let mut outputs = Outputs::new(tail.clone());
+    outputs.copy(fifos.stdout, io::stdout().as_fd()).map_err(ProcessError::Begin)?;
+    if let Some(stderr) = fifos.stderr {
+        outputs.copy(stderr, io::stderr().as_fd()).map_err(ProcessError::Begin)?;
+    }
+    let mut resized = signal(SignalKind::window_change()).map_err(ProcessError::Begin)?;
+    let _raw = if has_terminal && fifos.stdin.is_some() { Some(RawTerminal::enter()?) } else { None };
+    if has_terminal {
+        resize(process).await;
+    }
+    let mut stdin_is_open = fifos.stdin.is_some();
+    let copied = fifos.stdin.map(streams::copy_input).transpose().map_err(ProcessError::Begin)?;
+    let mut stdin = pin!(async {
+        if let Some(copied) = copied {
+            // An error: the thread has panicked.
+            _ = copied.await;
+        }
+    });
+    let deadline = timeout.map(|timeout| Instant::now() + timeout);
+    let (mut ending, mut give_up) = (Ending::Running, None);
+    let mut exited = pin!(process.wait());
+    let status = loop {
+        tokio::select! {
+            status = &mut exited => break Some(status?),
+            signal = signals.next() => {
+                let signal = if ending == Ending::Running { signal } else { SIGKILL };
+                ending = ending.after_signal();
+                give_up = kill(process, signal).await.or(give_up);
+            }
+            () = at(deadline), if ending != Ending::TimedOut => {
+                ending = Ending::TimedOut;
+                give_up = kill(process, SIGKILL).await;
+            }
+            () = at(give_up) => break None,
+            () = &mut stdin, if stdin_is_open => {
+                stdin_is_open = false;
+                // An error: the program has ended.
+                _ = process.close_stdin().await;
+            }
+            // An error: whoever read the output wants no more of it.
+            ended = outputs.next(), if outputs.are_open() => if ended.is_err() {
+                give_up = kill(process, SIGKILL).await;
+            },
+            _ = resized.recv(), if has_terminal => resize(process).await,
+        }
+    };
+    // A reader that takes no more does not keep what was to be ended.
+    let until = deadline.filter(|_| ending == Ending::TimedOut).map(|deadline| deadline + KILLED + DRAIN);
+    outputs.drain(DRAIN, signals.next(), at(until)).await;
+    Ok(Ended { status, ending })
+}
+
+/// Sends the signal. Returns when to give up waiting for the end, if nothing can outlive the signal.
+async fn kill(process: &Process, signal: i32) -> Option<Instant> {
+    // An error: the program has ended, or its guest does not answer.
+    _ = process.kill(signal).await;
+    (signal == SIGKILL).then(|| Instant::now() + KILLED)
+}
+
+/// Waits until then. None: for ever.
+async fn at(time: Option<Instant>) {
+    match time {
+        Some(time) => sleep_until(time).await,
+        None => std::future::pending().await,
+    }
+}
+
+async fn resize(process: &Process) {
+    if let Some(size) = terminal::size() {
+        // The program may have ended.
+        _ = process.resize(size).await;
+    }
+}
