@@ -59,7 +59,7 @@ pub(crate) struct Resized {
     pub(crate) limit_mib: u64,
     /// memory.max of the pod's cgroup.
     pub(crate) max_mib: u64,
-    /// memory.current of the pod's cgroup as soon as the limit is in force, and after the two processes.
+    /// memory.current of the pod's cgroup as soon as the limit is in force, and at the end.
     pub(crate) begins_with_mib: u64,
     pub(crate) ends_with_mib: u64,
     /// The size of a process within the limit, and its exit status.

@@ -168,13 +168,14 @@ fn resized(host: &Host) -> Result<Vec<Resized>> {
         }
         limit = limit_mib;
         let begins_with_mib = current(&pod)?;
+        let status = |mib| fills(&container, mib)?.status.context("no exit status");
+        let (within_status, beyond_status) = (status(within_mib)?, status(beyond_mib)?);
         if all.is_empty() {
+            // After the processes, which leave no room for a page cache.
             let script =
                 format!("dd if=/dev/zero of=/big bs=1M count={LEFT_MIB} 2>/dev/null; cat /big >/dev/null");
             container.sh(&script)?.succeeds()?;
         }
-        let status = |mib| fills(&container, mib)?.status.context("no exit status");
-        let (within_status, beyond_status) = (status(within_mib)?, status(beyond_mib)?);
         let HostCgroup { max_mib, kills, .. } = HostCgroup::of(&pod)?;
         all.push(Resized {
             limit_mib,
