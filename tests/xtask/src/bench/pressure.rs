@@ -42,8 +42,8 @@ are the smallest and the largest. One number alone was the same in all rounds. S
 const LEAKS: &str = "
 ## A container that leaks memory, beside a sidecar
 
-The sidecar has a limit of 64 MiB. One of its processes holds 32 MiB, and another serves a page. The leak takes 1 MiB
-after the other, until it is killed. The *killed process* is what the log of the kernel that the containers see names:
+The sidecar has a limit of 64 MiB. One of its processes holds 32 MiB, and another serves a page. The leak is a program of
+one page that takes 1 MiB after the other, until it is killed. The *killed process* is what the log of the kernel that the containers see names:
 on runc the host's, on Bulkhead the guest's. *Sidecar* says how often it answered a request for its page by the network
 while the leak ran and after its end, and whether its processes were left. *Kills by the host* is `oom_kill` of the
 pod's cgroup on the host. On runc it is the host that kills the leak, and Linux counts this process twice, because it
@@ -302,7 +302,7 @@ mod tests {
         let host = |limits: u64| HostCgroup { max_mib: limits + overhead, peak_mib: limits, kills };
         let leak = |limit_mib| Leak {
             limit_mib,
-            killed: vec!["awk".into()],
+            killed: vec!["leak".into()],
             exit_status: 137,
             reason: "OOMKilled".into(),
             written_mib: limit_mib - 2,
@@ -343,7 +343,7 @@ mod tests {
         let page = page(&runs(), "a machine").unwrap();
         for part in [
             "\nThe host had 2 processors, and was a machine. There were 5 rounds.\n",
-            "| 128 | killed process | awk | awk |\n| 128 | its exit status | 137 | 137 |\n",
+            "| 128 | killed process | leak | leak |\n| 128 | its exit status | 137 | 137 |\n",
             "| 64 | written when it was killed | 62 | 62 |\n",
             "| 64 | sidecar | answered 25 of 25; whole in 5 of 5 rounds | answered 25 of 25; whole in 5 of 5 rounds |\n",
             "| 64 | `memory.max` of the pod's cgroup | 128 | 256 |\n",
@@ -369,7 +369,7 @@ mod tests {
         rounds[3].leaks[0].sidecar_whole = false;
         let page = page(&runs, "a machine").unwrap();
         for part in [
-            "| 64 | killed process | none in 1 of 5, awk in 4 of 5 | awk |\n",
+            "| 64 | killed process | none in 1 of 5, leak in 4 of 5 | leak |\n",
             "| 64 | reason in the CRI | Error in 1 of 5, OOMKilled in 4 of 5 | OOMKilled |\n",
             "| 64 | written when it was killed | 62 (50 to 62) | 62 |\n",
             "| 64 | sidecar | answered 24 of 25; whole in 4 of 5 rounds |",

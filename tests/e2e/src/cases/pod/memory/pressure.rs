@@ -1,6 +1,8 @@
 //! What becomes of a pod under memory pressure, in numbers, for docs/memory-pressure.md.
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
 use std::thread;
 use std::time::Duration;
 
@@ -11,8 +13,9 @@ use super::{MIB, fills, limit_pod, limited, overhead, unharmed};
 use crate::command::wait_until;
 use crate::cri::messages::{Capability, ContainerState, PodSandboxState};
 use crate::ctr::{Host, Runtime};
-use crate::fixtures::page_at;
+use crate::fixtures::{page_at, scratch};
 use crate::pods::{Container, Pod};
+use crate::probe::{Bits, elf};
 
 /// The limits of the leaks, MiB.
 const LEAKS: [u64; 3] = [64, 128, 512];
@@ -27,8 +30,33 @@ const SIZES: [(u64, u64, u64); 3] = [(512, 400, 600), (128, 100, 200), (512, 400
 /// A file that the container with the first of these limits writes and reads.
 const LEFT_MIB: u64 = 300;
 
-/// Holds 1 MiB more with each line that it prints.
-const LEAK: &str = "BEGIN { for (;;) { held[n++] = sprintf(\"%1048575s\", \"\"); print n; fflush() } }";
+/// The name of the program that leaks.
+const LEAK: &str = "leak";
+/// Its instructions. It takes 1 MiB more with each line that it prints, and fits into one page: a larger program would
+/// read its own pages again and again when it is at its limit, before it is killed.
+const CODE: &[u8] = &[
+    0x31, 0xff, // xor edi, edi
+    0xbe, 0x00, 0x00, 0x00, 0xc0, // mov esi, 3 GiB
+    0xba, 0x03, 0x00, 0x00, 0x00, // mov edx, PROT_READ | PROT_WRITE
+    0x41, 0xba, 0x22, 0x40, 0x00, 0x00, // mov r10d, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE
+    0x49, 0xc7, 0xc0, 0xff, 0xff, 0xff, 0xff, // mov r8, -1
+    0x45, 0x31, 0xc9, // xor r9d, r9d
+    0xb8, 0x09, 0x00, 0x00, 0x00, // mov eax, SYS_mmap
+    0x0f, 0x05, // syscall
+    0x48, 0x89, 0xc3, // mov rbx, rax
+    0x6a, 0x0a, // push '\n'
+    0x41, 0xbc, 0x00, 0x01, 0x00, 0x00, // each MiB: mov r12d, 256
+    0xc6, 0x03, 0x01, // each page: mov byte [rbx], 1
+    0x48, 0x81, 0xc3, 0x00, 0x10, 0x00, 0x00, // add rbx, 4096
+    0x41, 0xff, 0xcc, // dec r12d
+    0x75, 0xf1, // jnz each page
+    0xbf, 0x01, 0x00, 0x00, 0x00, // mov edi, 1
+    0x48, 0x89, 0xe6, // mov rsi, rsp
+    0xba, 0x01, 0x00, 0x00, 0x00, // mov edx, 1
+    0xb8, 0x01, 0x00, 0x00, 0x00, // mov eax, SYS_write
+    0x0f, 0x05, // syscall
+    0xeb, 0xd5, // jmp each MiB
+];
 /// Killed by SIGKILL.
 const KILLED: i32 = 137;
 
@@ -73,7 +101,10 @@ fn leak(host: &Host, limit_mib: u64) -> Result<Leak> {
     // kubelet sets this for each container, unless it is told otherwise (singleProcessOOMKill).
     let mut resources = limited(limit_mib);
     resources.unified.insert("memory.oom.group".to_owned(), "1".to_owned());
-    let leak = pod.container().resources(resources).start(&["awk", LEAK])?;
+    let programs = scratch()?;
+    write_leak(programs.path())?;
+    let leak = pod.container().resources(resources).mount_read_only(programs.path(), "/programs");
+    let leak = leak.start(&[&format!("/programs/{LEAK}")])?;
     let (mut asked, mut answered) = (0, 0);
     // The last time after the end.
     wait_until("the end of the leak", host.patience(LEAKS_FOR), || {
@@ -82,8 +113,7 @@ fn leak(host: &Host, limit_mib: u64) -> Result<Leak> {
         answered += u32::from(answers());
         Ok(has_ended)
     })?;
-    let finished = leak.finish()?;
-    let written = finished.text().lines().last().map_or(Ok(0), str::parse);
+    let written = leak.finish()?.stdout.len();
     // It travels by an event of its own, which runc's shim loses when it finds the container empty first.
     let has_reason = || Ok(leak.status()?.reason == "OOMKilled");
     let _ = wait_until("the reason OOMKilled", host.patience(REASON), has_reason);
@@ -94,7 +124,7 @@ fn leak(host: &Host, limit_mib: u64) -> Result<Leak> {
         killed: killed(&sidecar, leak.id())?,
         exit_status: status.exit_code,
         reason: status.reason,
-        written_mib: written.context("what the leak prints")?,
+        written_mib: written as u64,
         asked,
         answered,
         sidecar_whole: whole.is_ok(),
@@ -103,6 +133,13 @@ fn leak(host: &Host, limit_mib: u64) -> Result<Leak> {
     };
     pod.remove()?;
     Ok(numbers)
+}
+
+fn write_leak(directory: &Path) -> Result<()> {
+    let program = directory.join(LEAK);
+    fs::write(&program, elf(Bits::B64, CODE))
+        .and_then(|()| fs::set_permissions(&program, fs::Permissions::from_mode(0o755)))
+        .with_context(|| format!("cannot write {}", program.display()))
 }
 
 /// A container that serves a page, while another process of it holds memory.
@@ -204,7 +241,7 @@ fn expect(runtime: Runtime, numbers: &Numbers) -> Result<()> {
     for leak in &numbers.leaks {
         let ended_alone = leak.exit_status == KILLED && leak.sidecar_whole && leak.pod_ready;
         ensure!(
-            ended_alone && leak.answered == leak.asked && leak.killed == ["awk"],
+            ended_alone && leak.answered == leak.asked && leak.killed == [LEAK],
             "expected  that the leak is killed alone, with 137\ncame      {leak:?}"
         );
         // runc's shim may lose it.
@@ -233,4 +270,24 @@ fn expect(runtime: Runtime, numbers: &Numbers) -> Result<()> {
         "expected  no kill by the host\ncame      {kills}: {numbers:?}"
     );
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+    use std::process::{Command, Stdio};
+
+    use super::*;
+
+    #[test]
+    fn a_leak_holds_a_mib_for_each_line() {
+        let directory = scratch().unwrap();
+        write_leak(directory.path()).unwrap();
+        let mut leak = Command::new(directory.path().join(LEAK)).stdout(Stdio::piped()).spawn().unwrap();
+        let mut lines = [0; 3];
+        leak.stdout.take().unwrap().read_exact(&mut lines).unwrap();
+        // It ends when nobody reads its lines.
+        let status = leak.wait().unwrap();
+        assert_eq!((lines, status.code()), ([b'\n'; 3], None));
+    }
 }
