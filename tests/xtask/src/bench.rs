@@ -4,6 +4,7 @@ mod bars;
 mod counts;
 mod interval;
 mod io;
+mod pressure;
 mod processors;
 mod trace;
 
@@ -74,6 +75,8 @@ enum Part {
     Counts,
     /// What processors a container sees and uses under its limits, on a host with two: writes docs/processors.md.
     Processors,
+    /// What becomes of a pod when memory is short: writes docs/memory-pressure.md.
+    Pressure,
     /// Files and network, compared with runc and QEMU: writes docs/io.md and its picture, if there are 15 rounds.
     Io,
     /// The phases of the start of a pod: draws docs/pictures/pod-start.svg, and shows it in docs/benchmarks.md.
@@ -229,6 +232,9 @@ pub(crate) fn run(cache: &Cache, tools: &Tools, arguments: &BenchArguments) -> R
     ensure!(!arguments.as_before, "--as-before is of `bench counts`");
     if arguments.only == Some(Part::Processors) {
         return processors::run(cache, tools);
+    }
+    if arguments.only == Some(Part::Pressure) {
+        return pressure::run(cache, tools);
     }
     if arguments.only == Some(Part::Io) {
         return io::run(cache, tools, arguments.rounds);

@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use anyhow::{Result, bail};
+
 /// A target is judged on this number of pairs at least.
 pub(super) const ENOUGH: usize = 15;
 
@@ -97,6 +99,16 @@ pub(super) fn median(values: &[f64]) -> Option<f64> {
     let middle = sorted.len() / 2;
     let upper = *sorted.get(middle)?;
     Some(if sorted.len() % 2 == 1 { upper } else { (sorted[middle - 1] + upper) / 2.0 })
+}
+
+/// The median, and in parentheses the smallest and the largest.
+pub(super) fn spread(values: impl Iterator<Item = f64>, digits: usize) -> Result<String> {
+    let mut values: Vec<f64> = values.collect();
+    values.sort_by(f64::total_cmp);
+    let (Some(middle), Some(low), Some(high)) = (median(&values), values.first(), values.last()) else {
+        bail!("no samples");
+    };
+    Ok(format!("{middle:.digits$} ({low:.digits$} to {high:.digits$})"))
 }
 
 #[cfg(test)]

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 
-use super::interval::median;
+use super::interval::spread;
 use crate::cache::Cache;
 use crate::dist::{self, Profile, source_dir};
 use crate::e2e::E2E;
@@ -135,16 +135,6 @@ fn seen(samples: &[Sample]) -> Result<&str> {
     let first = samples.first().context("no samples")?;
     ensure!(samples.iter().all(|sample| sample.nproc == first.nproc), "nproc differs from run to run");
     Ok(&first.nproc)
-}
-
-/// The median, and in parentheses the smallest and the largest.
-fn spread(values: impl Iterator<Item = f64>, digits: usize) -> Result<String> {
-    let mut values: Vec<f64> = values.collect();
-    values.sort_by(f64::total_cmp);
-    let (Some(middle), Some(low), Some(high)) = (median(&values), values.first(), values.last()) else {
-        anyhow::bail!("no samples");
-    };
-    Ok(format!("{middle:.digits$} ({low:.digits$} to {high:.digits$})"))
 }
 
 #[cfg(test)]

@@ -1,6 +1,9 @@
 //! A pod's memory on the host: kubelet limits its cgroup to the limits of its containers and the overhead of its
 //! RuntimeClass.
 
+mod numbers;
+mod pressure;
+
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -17,6 +20,7 @@ use crate::ctr::{Host, Runtime};
 use crate::fixtures::{HugePages, scratch};
 use crate::pods::{Container, Pod};
 use crate::probe::{self, Mapped};
+use numbers::HostCgroup;
 
 pub(in crate::cases) const CASES: &[Case] = &[
     Case::both("a_container_beyond_its_limit_is_killed_alone", killed_alone),
@@ -33,6 +37,8 @@ pub(in crate::cases) const CASES: &[Case] = &[
     ),
     Case::both("a_pod_whose_cgroup_has_no_room_for_the_overhead_runs", without_overhead),
     Case::both("a_pod_is_chosen_by_the_host_as_its_containers_would_be", oom_scores),
+    // A minute and more, for the numbers of docs/memory-pressure.md.
+    Case::both("a_pod_under_pressure_in_numbers", pressure::measure).by_whole_name_only(),
 ];
 
 const MIB: u64 = 1 << 20;
@@ -66,17 +72,24 @@ fn fills(container: &Container<'_>, mib: u64) -> Result<Finished> {
     container.exec(&["dd", "if=/dev/zero", "of=/dev/null", &format!("bs={mib}M"), "count=1"])
 }
 
+impl HostCgroup {
+    fn of(pod: &Pod<'_>) -> Result<Self> {
+        let read = |name: &str| fs::read_to_string(pod.cgroup()?.join(name)).context("the pod's cgroup");
+        let mib = |name: &str| Ok::<_, anyhow::Error>(read(name)?.trim().parse::<u64>()? / MIB);
+        let events = read("memory.events")?;
+        let kills = events.lines().find_map(|line| line.strip_prefix("oom_kill ")).context("no oom_kill")?;
+        Ok(Self { max_mib: mib("memory.max")?, peak_mib: mib("memory.peak")?, kills: kills.parse()? })
+    }
+}
+
 /// Expects that the host's kernel has killed nothing in the pod's cgroup. On runc it kills what the container's limit
 /// asks for.
 fn host_has_killed_nothing(host: &Host, pod: &Pod<'_>) -> Result<()> {
-    let read = |name: &str| fs::read_to_string(pod.cgroup()?.join(name)).context("the pod's cgroup");
-    let events = read("memory.events")?;
-    let mib = |name: &str| Ok::<_, anyhow::Error>(read(name)?.trim().parse::<u64>()? / MIB);
-    println!("the pod's cgroup had at most {} MiB, of {}", mib("memory.peak")?, mib("memory.max")?);
-    let kills = events.lines().find_map(|line| line.strip_prefix("oom_kill ")).context("no oom_kill")?;
+    let HostCgroup { max_mib, peak_mib, kills } = HostCgroup::of(pod)?;
+    println!("the pod's cgroup had at most {peak_mib} MiB, of {max_mib}");
     ensure!(
-        host.runtime() == Runtime::Runc || kills == "0",
-        "expected  no kill by the host\ncame      {events}"
+        host.runtime() == Runtime::Runc || kills == 0,
+        "expected  no kill by the host\ncame      {kills} in the pod's cgroup"
     );
     Ok(())
 }
@@ -136,29 +149,31 @@ fn page_cache(host: &Host) -> Result<()> {
     pod.remove()
 }
 
+/// Resources with a memory limit of so many MiB.
+fn limited(mib: u64) -> LinuxContainerResources {
+    LinuxContainerResources { memory_limit_in_bytes: (mib * MIB) as i64, ..Default::default() }
+}
+
+/// Changes the limit of the pod's cgroup, as kubelet does when that of a container changes.
+fn limit_pod(pod: &Pod<'_>, mib: u64) -> Result<()> {
+    fs::write(pod.cgroup()?.join("memory.max"), (mib * MIB).to_string()).context("cannot limit the pod")
+}
+
 fn lowered(host: &Host) -> Result<()> {
     let pod = pod_for(host, 1024)?;
     let container = pod.container().memory_limit(1024).start(&["sleep", "1000"])?;
     // Memory that is freed at once, and a cache.
     fills(&container, 900)?.succeeds()?;
     container.sh("dd if=/dev/zero of=/big bs=1M count=300 2>/dev/null; cat /big >/dev/null")?.succeeds()?;
-    let limited = |mib: u64| LinuxContainerResources {
-        memory_limit_in_bytes: (mib * MIB) as i64,
-        ..Default::default()
-    };
     container.update(limited(128))?;
     // kubelet does this after the update of the container.
-    let pod_limit = pod.cgroup()?.join("memory.max");
-    let limit_pod = |limits: u64| {
-        fs::write(&pod_limit, ((limits + overhead()?) * MIB).to_string()).context("cannot limit the pod")
-    };
-    limit_pod(128)?;
+    limit_pod(&pod, 128 + overhead()?)?;
     for _ in 0..3 {
         fills(&container, 100)?.succeeds()?;
         fills(&container, 200)?.exits(137)?;
     }
     // It has its memory again when the limit is raised. kubelet does this before the update.
-    limit_pod(512)?;
+    limit_pod(&pod, 512 + overhead()?)?;
     container.update(limited(512))?;
     fills(&container, 400)?.succeeds()?;
     fills(&container, 600)?.exits(137)?;
