@@ -20,6 +20,10 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "a microVM shares no namespace with its host",
     ),
     (
+        "`hostUsers: false` with the handler `bulkhead-sandbox`; with the handler `bulkhead` it is honoured",
+        "not built yet: the agent makes the namespaces of such a pod, and none of users among them",
+    ),
+    (
         "huge pages of a container (`hugepages-2Mi`): not refused, but they are the guest's, and the host's pool \
          stays unused; a mount of a hugetlbfs of the host has other files than on the host, and is refused if neither \
          a limit nor a size says how many pages there are",
@@ -137,6 +141,12 @@ const DIFFERENCES: &[(&str, &str)] = &[
          hidden; a process without CAP_SYS_ADMIN can list their names; symbolic links and device nodes have none; a \
          name has at most 241 bytes",
         "the VMM has no CAP_SYS_ADMIN, and keeps them as `user.bulkhead.trusted.*` (docs/architecture.md, Files)",
+    ),
+    (
+        "`/proc/meminfo`, `free` and `sysinfo(2)` show the size that the pod's VM has now, not the host's memory: not \
+         refused",
+        "they are of the guest's kernel; a VM without a memory limit grows when its containers need more \
+         (docs/operations.md, Containers without a memory limit)",
     ),
     (
         "`vm.overcommit_memory` is 1, not 0: not refused, but a mapping may be larger than all memory",
