@@ -1,6 +1,8 @@
 //! `docs/conformance.md`: what the end-to-end tests found on runc and on Bulkhead, written by a whole run when it is
 //! asked to.
 
+mod tables;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 use std::process::Command;
@@ -161,13 +163,13 @@ const DIFFERENCES: &[(&str, &str)] = &[
 ];
 
 /// The page: a column for each run, named by it. `commit` is what was tested.
-pub(crate) fn page(columns: &[(String, &Run)], commit: &str, now: SystemTime) -> String {
+pub(crate) fn page(columns: &[(String, &Run)], commit: &str, now: SystemTime) -> Result<String> {
     let date = humantime::format_rfc3339_seconds(now).to_string();
     let date = date.split('T').next().unwrap_or_default();
     let mut page = format!(
         "# Conformance\n\nWritten by `cargo xtask test --write-conformance`, which ran all end-to-end tests in the rig \
          on {date}, of commit {commit}.\n\n{}\n",
-        differences()
+        of_sources()?
     );
     page.push_str(
         "## Runs\n\nOf the cases that passed on runc, those in the third column passed in an earlier run with the same \
@@ -191,7 +193,13 @@ pub(crate) fn page(columns: &[(String, &Run)], commit: &str, now: SystemTime) ->
         let cell = |groups: &BTreeMap<&str, Tally>| groups.get(name).map_or(" - |".to_owned(), shown);
         let _ = writeln!(page, "| {name} |{}", counts.iter().map(cell).collect::<String>());
     }
-    filled(&page)
+    Ok(filled(&page))
+}
+
+/// The sections of the page that no run decides: what differs from runc, and what other pages say. An error if one of
+/// these lacks its table.
+pub(crate) fn of_sources() -> Result<String> {
+    Ok(format!("{}\n{}", differences(), tables::sections(&source_dir().join("docs"))?))
 }
 
 /// The section of the page about them.
@@ -263,7 +271,7 @@ mod tests {
         };
         let bulkhead = Run { outcomes: vec![passed("exec/one"), passed("jail/four")], ..Run::default() };
         let columns = [("bulkhead on 1.7".to_owned(), &bulkhead), ("runc on 1.7".to_owned(), &runc)];
-        let page = page(&columns, "0123456789", UNIX_EPOCH);
+        let page = page(&columns, "0123456789", UNIX_EPOCH).unwrap();
         for part in [
             "1970-01-01, of",
             "0123456789.\n",
@@ -271,16 +279,21 @@ mod tests {
             "| group | bulkhead on 1.7 | runc on 1.7 |\n|---|---|---|",
             "| exec | 1 of 1 | **2 of 3** |",
             "| jail | 1 of 1 | - |",
+            // What other pages say.
+            "\n## Fields\n",
+            "\n| The CRI | ",
+            "\n## Processors under a limit\n",
+            "\n| limit | nproc, runc | nproc, Bulkhead | ",
         ] {
             assert!(page.contains(part), "no {part:?} in {page}");
         }
     }
 
-    /// The page with the section of this source in the place of its own.
+    /// The page with the sections of this source tree in the place of its own.
     fn with_differences(page: &str) -> Option<String> {
         let (before, rest) = page.split_once("## What differs from runc\n")?;
         let (_, after) = rest.split_once("\n## Runs\n")?;
-        Some(filled(&format!("{before}{}\n## Runs\n{after}", differences())))
+        Some(filled(&format!("{before}{}\n## Runs\n{after}", of_sources().unwrap())))
     }
 
     #[test]
@@ -294,8 +307,8 @@ mod tests {
         }
         assert!(
             page == renewed,
-            "docs/conformance.md has another list than tests/xtask/src/conformance.rs, or lines that are too long: \
-             run `WRITE_DIFFERENCES=1 cargo test -p xtask differences`"
+            "docs/conformance.md has another list than tests/xtask/src/conformance.rs, other tables than the pages that it \
+             shows, or lines that are too long: run `WRITE_DIFFERENCES=1 cargo test -p xtask differences`"
         );
     }
 }

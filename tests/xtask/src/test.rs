@@ -127,6 +127,8 @@ impl Tally {
 pub(crate) fn run(cache: &Cache, arguments: &TestArguments) -> Result<u8> {
     // Before the tests: somebody may commit while they run.
     let commit = arguments.write_conformance.then(conformance::commit).transpose()?;
+    // An hour later this would be too late.
+    arguments.write_conformance.then(conformance::of_sources).transpose()?;
     let mut total = Tally::default();
     let mut phases = Phases::default();
     let mut count = |what: &str, result: Result<Tally>| {
@@ -215,7 +217,7 @@ impl fmt::Display for Phases {
 fn write_conformance(jobs: &[Job], runs: &[Run], commit: &str) -> Result<()> {
     let columns: Vec<_> = jobs.iter().map(Job::name).zip(runs).collect();
     let path = source_dir().join("docs/conformance.md");
-    let page = conformance::page(&columns, commit, SystemTime::now());
+    let page = conformance::page(&columns, commit, SystemTime::now())?;
     fs::write(&path, page).with_context(|| format!("cannot write {}", path.display()))
 }
 
