@@ -1,6 +1,7 @@
 //! `docs/conformance.md`: what the end-to-end tests found on runc and on Bulkhead, written by a whole run when it is
 //! asked to.
 
+mod by_name;
 mod tables;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -12,6 +13,7 @@ use anyhow::{Context, Result, ensure};
 
 use crate::dist::source_dir;
 use crate::e2e::Run;
+use crate::named::{Known, Named};
 use crate::page::filled;
 use crate::test::Tally;
 
@@ -162,8 +164,14 @@ const DIFFERENCES: &[(&str, &str)] = &[
     ),
 ];
 
-/// The page: a column for each run, named by it. `commit` is what was tested.
-pub(crate) fn page(columns: &[(String, &Run)], commit: &str, now: SystemTime) -> Result<String> {
+/// The page: a column for each run, named by it. `commit` is what was tested. `by_name` are the sections about the
+/// cases that a whole run leaves out.
+pub(crate) fn page(
+    columns: &[(String, &Run)],
+    commit: &str,
+    now: SystemTime,
+    by_name: &str,
+) -> Result<String> {
     let date = humantime::format_rfc3339_seconds(now).to_string();
     let date = date.split('T').next().unwrap_or_default();
     let mut page = format!(
@@ -193,7 +201,13 @@ pub(crate) fn page(columns: &[(String, &Run)], commit: &str, now: SystemTime) ->
         let cell = |groups: &BTreeMap<&str, Tally>| groups.get(name).map_or(" - |".to_owned(), shown);
         let _ = writeln!(page, "| {name} |{}", counts.iter().map(cell).collect::<String>());
     }
+    let _ = write!(page, "\n{by_name}");
     Ok(filled(&page))
+}
+
+/// The sections of the page about the cases that a whole run leaves out.
+pub(crate) fn by_name(cases: &[Known], named: &Named) -> Result<String> {
+    by_name::sections(cases, named)
 }
 
 /// The sections of the page that no run decides: what differs from runc, and what other pages say. An error if one of
@@ -271,14 +285,14 @@ mod tests {
         };
         let bulkhead = Run { outcomes: vec![passed("exec/one"), passed("jail/four")], ..Run::default() };
         let columns = [("bulkhead on 1.7".to_owned(), &bulkhead), ("runc on 1.7".to_owned(), &runc)];
-        let page = page(&columns, "0123456789", UNIX_EPOCH).unwrap();
+        let page = page(&columns, "0123456789", UNIX_EPOCH, "## Long cases\n").unwrap();
         for part in [
             "1970-01-01, of",
             "0123456789.\n",
             "| runc on 1.7 | 2 | 1 | 1 | containerd 1.7, runc 1.1 |",
             "| group | bulkhead on 1.7 | runc on 1.7 |\n|---|---|---|",
             "| exec | 1 of 1 | **2 of 3** |",
-            "| jail | 1 of 1 | - |",
+            "| jail | 1 of 1 | - |\n\n## Long cases\n",
             // What other pages say.
             "\n## Fields\n",
             "\n| The CRI | ",
