@@ -6,9 +6,10 @@ use std::io::{BufRead, BufReader};
 use std::ops::AddAssign;
 use std::path::Path;
 use std::process::{Command, ExitStatus, Stdio};
+use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant, SystemTime};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow};
 use clap::{Args, ValueEnum};
 
 use crate::cache::Cache;
@@ -135,7 +136,8 @@ pub(crate) fn run(cache: &Cache, arguments: &TestArguments) -> Result<u8> {
     let commit = arguments.write_conformance.then(conformance::commit).transpose()?;
     // An hour later this would be too late.
     arguments.write_conformance.then(conformance::of_sources).transpose()?;
-    let tree = arguments.is_recorded().then(Tree::now);
+    // Reading the sources takes seconds, so the tests do not wait for it.
+    let tree = arguments.is_recorded().then(|| thread::spawn(Tree::now));
     let mut total = Tally::default();
     let mut phases = Phases::default();
     let mut count = |what: &str, result: Result<Tally>| {
@@ -165,8 +167,7 @@ pub(crate) fn run(cache: &Cache, arguments: &TestArguments) -> Result<u8> {
                     count(&format!("end-to-end, {}", job.name()), Ok(run.tally()));
                 }
                 if let Some(tree) = tree
-                    && let Err(error) =
-                        tree.and_then(|tree| named::record(cache, &tree, &columns(&jobs, &runs)))
+                    && let Err(error) = record(cache, tree, &columns(&jobs, &runs))
                 {
                     println!("docs/conformance.md will not know of these cases: {error:#}");
                 }
@@ -234,6 +235,12 @@ impl fmt::Display for Phases {
 /// The runs, each with the name of its job.
 fn columns<'a>(jobs: &[Job], runs: &'a [Run]) -> Vec<(String, &'a Run)> {
     jobs.iter().map(Job::name).zip(runs).collect()
+}
+
+/// Records how the cases ended, for docs/conformance.md.
+fn record(cache: &Cache, tree: JoinHandle<Result<Tree>>, columns: &[(String, &Run)]) -> Result<()> {
+    let tree = tree.join().map_err(|_| anyhow!("the thread that reads the sources has panicked"))??;
+    named::record(cache, &tree, columns)
 }
 
 fn write_conformance(cache: &Cache, e2e: &E2e, columns: &[(String, &Run)], commit: &str) -> Result<()> {
