@@ -1,6 +1,9 @@
 //! `docs/conformance.md`: what the end-to-end tests found on runc and on Bulkhead, written by a whole run when it is
 //! asked to.
 
+mod by_name;
+mod tables;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 use std::process::Command;
@@ -10,6 +13,7 @@ use anyhow::{Context, Result, ensure};
 
 use crate::dist::source_dir;
 use crate::e2e::Run;
+use crate::named::{Known, Named};
 use crate::page::filled;
 use crate::test::Tally;
 
@@ -18,6 +22,10 @@ const DIFFERENCES: &[(&str, &str)] = &[
     (
         "`hostNetwork`, `hostPID`, `hostIPC`, a namespace of the host by its path",
         "a microVM shares no namespace with its host",
+    ),
+    (
+        "`hostUsers: false` with the handler `bulkhead-sandbox`; with the handler `bulkhead` it is honoured",
+        "not built yet: the agent makes the namespaces of such a pod, and none of users among them",
     ),
     (
         "huge pages of a container (`hugepages-2Mi`): not refused, but they are the guest's, and the host's pool \
@@ -139,6 +147,12 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "the VMM has no CAP_SYS_ADMIN, and keeps them as `user.bulkhead.trusted.*` (docs/architecture.md, Files)",
     ),
     (
+        "`/proc/meminfo`, `free` and `sysinfo(2)` show the size that the pod's VM has now, not the host's memory: not \
+         refused",
+        "they are of the guest's kernel; a VM without a memory limit grows when its containers need more \
+         (docs/operations.md, Containers without a memory limit)",
+    ),
+    (
         "`vm.overcommit_memory` is 1, not 0: not refused, but a mapping may be larger than all memory",
         "0 would refuse what a host with more memory than the guest has allows",
     ),
@@ -150,14 +164,20 @@ const DIFFERENCES: &[(&str, &str)] = &[
     ),
 ];
 
-/// The page: a column for each run, named by it. `commit` is what was tested.
-pub(crate) fn page(columns: &[(String, &Run)], commit: &str, now: SystemTime) -> String {
+/// The page: a column for each run, named by it. `commit` is what was tested. `by_name` are the sections about the
+/// cases that a whole run leaves out.
+pub(crate) fn page(
+    columns: &[(String, &Run)],
+    commit: &str,
+    now: SystemTime,
+    by_name: &str,
+) -> Result<String> {
     let date = humantime::format_rfc3339_seconds(now).to_string();
     let date = date.split('T').next().unwrap_or_default();
     let mut page = format!(
         "# Conformance\n\nWritten by `cargo xtask test --write-conformance`, which ran all end-to-end tests in the rig \
          on {date}, of commit {commit}.\n\n{}\n",
-        differences()
+        of_sources()?
     );
     page.push_str(
         "## Runs\n\nOf the cases that passed on runc, those in the third column passed in an earlier run with the same \
@@ -181,7 +201,19 @@ pub(crate) fn page(columns: &[(String, &Run)], commit: &str, now: SystemTime) ->
         let cell = |groups: &BTreeMap<&str, Tally>| groups.get(name).map_or(" - |".to_owned(), shown);
         let _ = writeln!(page, "| {name} |{}", counts.iter().map(cell).collect::<String>());
     }
-    filled(&page)
+    let _ = write!(page, "\n{by_name}");
+    Ok(filled(&page))
+}
+
+/// The sections of the page about the cases that a whole run leaves out.
+pub(crate) fn by_name(cases: &[Known], named: &Named) -> Result<String> {
+    by_name::sections(cases, named)
+}
+
+/// The sections of the page that no run decides: what differs from runc, and what other pages say. An error if one of
+/// these lacks its table.
+pub(crate) fn of_sources() -> Result<String> {
+    Ok(format!("{}\n{}", differences(), tables::sections(&source_dir().join("docs"))?))
 }
 
 /// The section of the page about them.
@@ -253,24 +285,29 @@ mod tests {
         };
         let bulkhead = Run { outcomes: vec![passed("exec/one"), passed("jail/four")], ..Run::default() };
         let columns = [("bulkhead on 1.7".to_owned(), &bulkhead), ("runc on 1.7".to_owned(), &runc)];
-        let page = page(&columns, "0123456789", UNIX_EPOCH);
+        let page = page(&columns, "0123456789", UNIX_EPOCH, "## Long cases\n").unwrap();
         for part in [
             "1970-01-01, of",
             "0123456789.\n",
             "| runc on 1.7 | 2 | 1 | 1 | containerd 1.7, runc 1.1 |",
             "| group | bulkhead on 1.7 | runc on 1.7 |\n|---|---|---|",
             "| exec | 1 of 1 | **2 of 3** |",
-            "| jail | 1 of 1 | - |",
+            "| jail | 1 of 1 | - |\n\n## Long cases\n",
+            // What other pages say.
+            "\n## Fields\n",
+            "\n| The CRI | ",
+            "\n## Processors under a limit\n",
+            "\n| limit | nproc, runc | nproc, Bulkhead | ",
         ] {
             assert!(page.contains(part), "no {part:?} in {page}");
         }
     }
 
-    /// The page with the section of this source in the place of its own.
+    /// The page with the sections of this source tree in the place of its own.
     fn with_differences(page: &str) -> Option<String> {
         let (before, rest) = page.split_once("## What differs from runc\n")?;
         let (_, after) = rest.split_once("\n## Runs\n")?;
-        Some(filled(&format!("{before}{}\n## Runs\n{after}", differences())))
+        Some(filled(&format!("{before}{}\n## Runs\n{after}", of_sources().unwrap())))
     }
 
     #[test]
@@ -284,8 +321,8 @@ mod tests {
         }
         assert!(
             page == renewed,
-            "docs/conformance.md has another list than tests/xtask/src/conformance.rs, or lines that are too long: \
-             run `WRITE_DIFFERENCES=1 cargo test -p xtask differences`"
+            "docs/conformance.md has another list than tests/xtask/src/conformance.rs, other tables than the pages that it \
+             shows, or lines that are too long: run `WRITE_DIFFERENCES=1 cargo test -p xtask differences`"
         );
     }
 }

@@ -19,6 +19,7 @@ use crate::cache::{Cache, Key};
 use crate::case_sources;
 use crate::containerd::{self, Containerd};
 use crate::dist::{self, Profile, source_dir};
+use crate::named::{self, Known};
 use crate::outcomes::{self, Outcome, Passed};
 use crate::progress::Bar;
 use crate::rig::{Accelerator, Io, Limit, Payload, Rig};
@@ -89,8 +90,13 @@ pub(crate) struct Job {
 impl Job {
     /// What a person calls it.
     pub(crate) fn name(&self) -> String {
-        format!("{} on containerd {}", self.runtime.name(), self.containerd.name())
+        job_name(self.runtime, self.containerd)
     }
+}
+
+/// What a person calls the job of a runtime under a containerd.
+pub(crate) fn job_name(runtime: Runtime, containerd: Containerd) -> String {
+    format!("{} on containerd {}", runtime.name(), containerd.name())
 }
 
 /// What a job found.
@@ -132,6 +138,8 @@ pub(crate) struct E2e {
     jobs: Vec<Job>,
     /// The names of each job's cases, in their order.
     cases: Vec<Vec<String>>,
+    /// All cases that there are.
+    known: Vec<Known>,
 }
 
 /// Where the cases run.
@@ -201,7 +209,13 @@ impl E2e {
         let program = dist.root().join(E2E.trim_start_matches('/'));
         let list = |job: &Job| list_cases(&program, job, &hosts.containerd_version(cache, job.containerd)?);
         let cases = jobs.iter().map(list).collect::<Result<_>>()?;
-        Ok(E2e { cache: cache.clone(), hosts, jobs, cases })
+        let known = named::known(&output_of(Command::new(program).arg("list"))?);
+        Ok(E2e { cache: cache.clone(), hosts, jobs, cases, known })
+    }
+
+    /// All cases of the tests' program, also those that the jobs leave out.
+    pub(crate) fn known(&self) -> &[Known] {
+        &self.known
     }
 
     /// Runs the jobs, in as many rigs side by side as there are processors. What each found, in their order.
@@ -349,10 +363,15 @@ fn list_part(program: &Path, job: &Job, version: &str, part: Option<&str>) -> Re
     let mut list = Command::new(program);
     list.args(["list", "--runtime", job.runtime.name(), "--containerd", version]);
     list.args(job.brief.then_some("--brief")).args(part);
+    Ok(output_of(&mut list)?.lines().map(str::to_owned).collect())
+}
+
+/// What the tests' program prints that lists cases.
+fn output_of(list: &mut Command) -> Result<String> {
     let output = list.stdin(Stdio::null()).output().context("cannot run bulkhead-e2e to list its cases")?;
     let said = String::from_utf8_lossy(&output.stderr);
     ensure!(output.status.success(), "{}", said.trim().trim_start_matches("bulkhead-e2e: "));
-    Ok(String::from_utf8_lossy(&output.stdout).lines().map(str::to_owned).collect())
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
 /// How many rigs this machine can run side by side.

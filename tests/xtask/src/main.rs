@@ -23,6 +23,7 @@ mod fuzz;
 mod initramfs;
 mod kernel;
 mod kernel_modules;
+mod named;
 mod oci;
 mod outcomes;
 mod package;

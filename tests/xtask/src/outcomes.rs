@@ -169,17 +169,17 @@ fn durations_path(cache: &Cache) -> PathBuf {
 }
 
 /// Keeps other runs from changing the records beside `path`, until the file is dropped.
-fn lock_records(path: &Path) -> Result<File> {
+pub(crate) fn lock_records(path: &Path) -> Result<File> {
     lock(&path.with_file_name("records.lock"), "records of test runs")
 }
 
-fn read<T: for<'de> Deserialize<'de>>(path: &Path) -> Result<T> {
+pub(crate) fn read<T: for<'de> Deserialize<'de>>(path: &Path) -> Result<T> {
     let text = fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
     serde_json::from_slice(&text).with_context(|| format!("{} is damaged: remove it", path.display()))
 }
 
 /// Replaces the file as a whole, so that a run that is ended leaves the old one or the new one.
-fn replace(path: &Path, content: &impl Serialize) -> Result<()> {
+pub(crate) fn replace(path: &Path, content: &impl Serialize) -> Result<()> {
     let context = || format!("cannot write {}", path.display());
     let directory = path.parent().with_context(context)?;
     let mut file = tempfile::NamedTempFile::new_in(directory).with_context(context)?;

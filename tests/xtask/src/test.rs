@@ -6,9 +6,10 @@ use std::io::{BufRead, BufReader};
 use std::ops::AddAssign;
 use std::path::Path;
 use std::process::{Command, ExitStatus, Stdio};
+use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant, SystemTime};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow};
 use clap::{Args, ValueEnum};
 
 use crate::cache::Cache;
@@ -16,6 +17,7 @@ use crate::conformance;
 use crate::containerd::Containerd;
 use crate::dist::{Profile, cargo, source_dir};
 use crate::e2e::{E2e, Job, Place, Run, Runtime};
+use crate::named::{self, Named, Tree};
 use crate::outcomes::Outcome;
 use crate::progress;
 
@@ -88,6 +90,11 @@ impl TestArguments {
         self.filter.is_some() || self.times != 1 || self.afresh
     }
 
+    /// Whether the outcomes are kept for docs/conformance.md, which tells of cases that were run by their names.
+    fn is_recorded(&self) -> bool {
+        self.filter.is_some() && self.on == Place::Rig && self.wants(Kind::E2e)
+    }
+
     /// What is under test is what ships, unless somebody waits for a few tests.
     fn profile(&self) -> Profile {
         if self.filter.is_some() { Profile::Quick } else { Profile::Shipped }
@@ -128,6 +135,10 @@ impl Tally {
 pub(crate) fn run(cache: &Cache, arguments: &TestArguments) -> Result<u8> {
     // Before the tests: somebody may commit while they run.
     let commit = arguments.write_conformance.then(conformance::commit).transpose()?;
+    // An hour later this would be too late.
+    arguments.write_conformance.then(conformance::of_sources).transpose()?;
+    // Reading the sources takes seconds, so the tests do not wait for it.
+    let tree = arguments.is_recorded().then(|| thread::spawn(Tree::now));
     let mut total = Tally::default();
     let mut phases = Phases::default();
     let mut count = |what: &str, result: Result<Tally>| {
@@ -145,15 +156,24 @@ pub(crate) fn run(cache: &Cache, arguments: &TestArguments) -> Result<u8> {
         let jobs = arguments.jobs();
         let prepare = || E2e::prepare(cache, arguments.on, arguments.profile(), jobs.clone());
         let prepared = phases.time("building, and making what is missing of the rig", prepare);
-        match prepared.and_then(|e2e| phases.time("end-to-end tests", || e2e.run_all())) {
-            Ok(runs) => {
+        let run_all = |e2e: E2e| {
+            let runs = phases.time("end-to-end tests", || e2e.run_all())?;
+            Ok((e2e, runs))
+        };
+        match prepared.and_then(run_all) {
+            Ok((e2e, runs)) => {
                 for (job, run) in jobs.iter().zip(&runs) {
                     describe(job, run);
                     phases.add(&format!("    rigs of {}", job.name()), run.took);
                     count(&format!("end-to-end, {}", job.name()), Ok(run.tally()));
                 }
+                if let Some(tree) = tree
+                    && let Err(error) = record(cache, tree, &columns(&jobs, &runs))
+                {
+                    println!("docs/conformance.md will not know of these cases: {error:#}");
+                }
                 if let Some(commit) = &commit
-                    && let Err(error) = write_conformance(&jobs, &runs, commit)
+                    && let Err(error) = write_conformance(cache, &e2e, &columns(&jobs, &runs), commit)
                 {
                     count("docs/conformance.md", Err(error));
                 }
@@ -213,10 +233,21 @@ impl fmt::Display for Phases {
     }
 }
 
-fn write_conformance(jobs: &[Job], runs: &[Run], commit: &str) -> Result<()> {
-    let columns: Vec<_> = jobs.iter().map(Job::name).zip(runs).collect();
+/// The runs, each with the name of its job.
+fn columns<'a>(jobs: &[Job], runs: &'a [Run]) -> Vec<(String, &'a Run)> {
+    jobs.iter().map(Job::name).zip(runs).collect()
+}
+
+/// Records how the cases ended, for docs/conformance.md.
+fn record(cache: &Cache, tree: JoinHandle<Result<Tree>>, columns: &[(String, &Run)]) -> Result<()> {
+    let tree = tree.join().map_err(|_| anyhow!("the thread that reads the sources has panicked"))??;
+    named::record(cache, &tree, columns)
+}
+
+fn write_conformance(cache: &Cache, e2e: &E2e, columns: &[(String, &Run)], commit: &str) -> Result<()> {
     let path = source_dir().join("docs/conformance.md");
-    let page = conformance::page(&columns, commit, SystemTime::now());
+    let by_name = conformance::by_name(e2e.known(), &Named::open(cache, &Tree::now()?))?;
+    let page = conformance::page(columns, commit, SystemTime::now(), &by_name)?;
     fs::write(&path, page).with_context(|| format!("cannot write {}", path.display()))
 }
 

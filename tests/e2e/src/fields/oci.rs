@@ -1,4 +1,5 @@
-//! The fields of the OCI runtime spec. A row about an object that is refused stands for all fields in it.
+//! The fields of the OCI runtime spec. A row about an object that is refused stands for all fields in it,
+//! and each of them has a row on the page.
 
 use super::{Row, different, honoured, refused};
 

@@ -19,13 +19,31 @@ fn project() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
-fn all() -> [(String, &'static [Row]); 3] {
+/// What becomes of the fields of one kind of request.
+struct Table {
+    title: String,
+    /// What serves the fields that the runtime does not see.
+    client: &'static str,
+    rows: &'static [Row],
+}
+
+fn all() -> [Table; 3] {
     let (version, _) = source::of_oci_spec();
+    let oci = format!("The OCI runtime spec (the structures of oci-spec {version})");
     [
-        (format!("The OCI runtime spec (the structures of oci-spec {version})"), oci::FIELDS),
-        ("The CRI".to_owned(), cri::FIELDS),
-        ("docker run".to_owned(), docker::FLAGS),
+        Table { title: oci, client: "containerd", rows: oci::FIELDS },
+        Table { title: "The CRI".to_owned(), client: "containerd", rows: cri::FIELDS },
+        Table { title: "docker run".to_owned(), client: "docker", rows: docker::FLAGS },
     ]
+}
+
+/// All fields that a row is about: those in the object that it refuses as a whole, or itself. `fields` are those of the
+/// spec.
+fn expanded(row: &Row, fields: &[String]) -> Vec<String> {
+    let is_within =
+        |field: &&String| field.strip_prefix(row.name).is_some_and(|rest| rest.starts_with(['.', '[']));
+    let within: Vec<_> = fields.iter().filter(is_within).cloned().collect();
+    if within.is_empty() { vec![row.name.to_owned()] } else { within }
 }
 
 fn page() -> String {
@@ -36,7 +54,7 @@ What becomes of each field of the OCI runtime spec, of the CRI's messages, and o
 
 - **honoured**: it has the effect that it has on runc.
 - **different**: it has an effect, but not quite that on runc. The last column says what differs.
-- **refused**: the request fails, and the error names the field. The last column says why.
+- **refused**: the request fails, and the error names the field, or the object that it is in. The last column says why.
 - **client**: containerd or docker does it without the runtime.
 
 No field is ignored. The third column names a test that shows the second: an end-to-end case
@@ -47,17 +65,21 @@ This page is written from the lists in `tests/e2e/src/fields/`. Tests compare th
 oci-spec, with the CRI that containerd serves, and with `docker run --help`.
 "
     .to_owned();
-    for (title, rows) in all() {
-        let _ = write!(page, "\n## {title}\n\n| field | | test | |\n|---|---|---|---|\n");
+    let fields = source::fields(|_| false);
+    for Table { title, client, rows } in all() {
+        let header = "| field | what becomes of it | test | difference, or reason |\n|---|---|---|---|";
+        let _ = writeln!(page, "\n## {title}\n\n{header}");
         for row in rows {
-            let state = match row.state {
-                State::Honoured => "honoured",
-                State::Different => "different",
-                State::Refused => "refused",
-                State::Client => "client",
+            let (state, why) = match row.state {
+                State::Honoured => ("honoured", "none".to_owned()),
+                State::Different => ("different", row.why.to_owned()),
+                State::Refused => ("refused", row.why.to_owned()),
+                State::Client => ("client", format!("none: it is {client}'s")),
             };
             let test = row.test.replace(':', ": ");
-            let _ = writeln!(page, "| `{}` | {state} | {test} | {} |", row.name, row.why);
+            for name in expanded(row, &fields) {
+                let _ = writeln!(page, "| `{name}` | {state} | {test} | {why} |");
+            }
         }
     }
     page
@@ -101,12 +123,16 @@ fn tests_in(text: &str) -> Vec<String> {
 
 #[test]
 fn fields_are_those_of_oci_spec() {
-    let is_refused =
-        |name: &str| oci::FIELDS.iter().any(|row| row.name == name && row.state == State::Refused);
-    let found = source::fields(is_refused);
-    assert!(found.len() > 120, "only {} fields were found", found.len());
-    let found: BTreeSet<_> = found.iter().map(String::as_str).collect();
-    let listed: BTreeSet<_> = oci::FIELDS.iter().map(|row| row.name).collect();
+    let all = source::fields(|_| false);
+    assert!(all.len() > 200, "only {} fields were found", all.len());
+    let found: BTreeSet<_> = all.iter().map(String::as_str).collect();
+    let rows = oci::FIELDS.iter();
+    let is_whole = |row: &&Row| row.state == State::Refused || found.contains(row.name);
+    let parted: Vec<_> = rows.clone().filter(|row| !is_whole(row)).map(|row| row.name).collect();
+    assert!(parted.is_empty(), "objects, of which only a refused one is one row: {parted:#?}");
+    let shown: Vec<_> = rows.flat_map(|row| expanded(row, &all)).collect();
+    let listed: BTreeSet<_> = shown.iter().map(String::as_str).collect();
+    assert_eq!(listed.len(), shown.len(), "a field has two rows: {shown:#?}");
     let missing: Vec<_> = found.difference(&listed).collect();
     assert!(
         missing.is_empty(),
@@ -118,7 +144,7 @@ fn fields_are_those_of_oci_spec() {
 
 #[test]
 fn fields_have_no_empty_cell() {
-    for (title, rows) in all() {
+    for Table { title, rows, .. } in all() {
         let mut names = BTreeSet::new();
         for Row { name, state, test, why } in rows {
             assert!(names.insert(name), "{title}: {name} is listed twice");
@@ -134,6 +160,29 @@ fn fields_have_no_empty_cell() {
 }
 
 #[test]
+fn fields_have_no_empty_cell_on_their_page() {
+    let page = page();
+    let tables: Vec<_> = page.lines().filter(|line| line.starts_with('|')).collect();
+    assert!(tables.len() > 300, "only {} rows", tables.len());
+    for row in tables {
+        let cells = row.strip_prefix('|').and_then(|row| row.strip_suffix('|')).unwrap().split('|');
+        let cells: Vec<_> = cells.map(str::trim).collect();
+        assert!(cells.len() == 4 && cells.iter().all(|cell| !cell.is_empty()), "an empty cell: {row}");
+    }
+}
+
+#[test]
+fn fields_of_a_refused_object_have_rows() {
+    let page = page();
+    for field in
+        ["linux.resources.blockIO.weight", "hooks.createContainer[].path", "windows.network.endpointList"]
+    {
+        let row = page.lines().find(|line| line.starts_with(&format!("| `{field}` | refused | ")));
+        assert!(row.is_some(), "no row of {field}: {page}");
+    }
+}
+
+#[test]
 fn fields_name_tests_that_exist() {
     let cases = GROUPS
         .iter()
@@ -144,12 +193,8 @@ fn fields_name_tests_that_exist() {
         Some((short, name)) => units.get(short).is_some_and(|names| names.contains(name)),
         None => cases.contains(test),
     };
-    let missing: BTreeSet<_> = all()
-        .iter()
-        .flat_map(|(_, rows)| rows.iter())
-        .map(|row| row.test)
-        .filter(|test| !exists(test))
-        .collect();
+    let missing: BTreeSet<_> =
+        all().iter().flat_map(|table| table.rows).map(|row| row.test).filter(|test| !exists(test)).collect();
     assert!(missing.is_empty(), "tests that do not exist: {missing:#?}");
 }
 

@@ -15,6 +15,7 @@ use tonic::Code;
 use super::super::Case;
 use super::super::jail::Vmm;
 use crate::command::{Finished, wait_until};
+use crate::containerd::Version;
 use crate::cri::messages::LinuxContainerResources;
 use crate::ctr::{Host, Runtime};
 use crate::fixtures::{HugePages, scratch};
@@ -307,8 +308,10 @@ fn volume_of_huge_pages(host: &Host) -> Result<()> {
 }
 
 fn too_many_huge_pages(host: &Host) -> Result<()> {
+    // The shim says ResourceExhausted, which the CRI of containerd 2 passes on.
+    let code = if host.version() < Version::new(2, 0) { Code::Unknown } else { Code::ResourceExhausted };
     // The cgroup allows a VM of about 240 MiB.
-    let message = Pod::plan(host).memory_max(256 * MIB).huge_pages(128).refused(Code::Unknown)?;
+    let message = Pod::plan(host).memory_max(256 * MIB).huge_pages(128).refused(code)?;
     let words = " of 128 huge pages; lower the limit, or give the pod more memory";
     ensure!(message.contains(words), "expected  {words:?} in the error\ncame      {message}");
 
