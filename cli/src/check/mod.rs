@@ -11,12 +11,26 @@ use std::{
     path::Path,
 };
 
+use toml::Table;
+
 pub(crate) use finding::{Finding, Status};
 
 use crate::{config_file::ConfigFile, containerd::Containerd, output, run::nat::pasta};
 
 /// Checks this host, with this configuration of Bulkhead.
 pub(crate) fn check(config: &ConfigFile) -> Vec<Finding> {
+    let containerd = Containerd::find(Path::new("/"));
+    let version = containerd.version();
+    check_with(config, &containerd, version, || containerd.configuration())
+}
+
+/// Checks this host, with what this containerd says of its version and, if it has one, of its configuration.
+fn check_with(
+    config: &ConfigFile,
+    containerd: &Containerd,
+    version: io::Result<String>,
+    configuration: impl FnOnce() -> io::Result<Table>,
+) -> Vec<Finding> {
     let root = Path::new("/");
     let mut findings = vec![
         kernel::processor(root),
@@ -26,14 +40,12 @@ pub(crate) fn check(config: &ConfigFile) -> Vec<Finding> {
         kernel::landlock(),
         kernel::apparmor(root),
     ];
-    let containerd = Containerd::find(root);
-    let version = containerd.version();
     let is_there = version.is_ok();
     findings.push(node::version(version, containerd.generator()));
     if is_there {
-        let configuration = containerd.configuration();
+        let configuration = configuration();
         let cni = configuration.as_ref().ok().map(|configuration| cni::cni(root, configuration));
-        findings.extend([node::socket(root, &containerd), node::handler(configuration)]);
+        findings.extend([node::socket(root, containerd), node::handler(configuration)]);
         findings.extend(cni);
     }
     findings.push(node::shim(root));
@@ -88,6 +100,23 @@ mod tests {
             json[2],
             serde_json::json!({"check": "c", "status": "fail", "found": "bad", "remedy": "do that"})
         );
+    }
+
+    /// What the findings on a page are about, in its first block of them.
+    fn names_on(page: &str) -> Vec<&str> {
+        let block = page.split("```text\n").find(|block| block.contains("KVM: ")).unwrap();
+        let lines = block.lines().take_while(|line| *line != "```").filter(|line| !line.starts_with(' '));
+        lines.map(|line| line.split_once(' ').unwrap().1.split_once(':').unwrap().0.trim()).collect()
+    }
+
+    #[test]
+    fn the_quick_start_shows_each_finding() {
+        let configuration = || Ok(Table::new());
+        let containerd = Containerd::of("/etc/containerd/config.toml".into());
+        let findings =
+            check_with(&ConfigFile { config: None }, &containerd, Ok("1.7.24".into()), configuration);
+        let names: Vec<_> = findings.iter().map(|finding| finding.check.as_str()).collect();
+        assert_eq!(names_on(include_str!("../../../docs/quickstart-containerd.md")), names);
     }
 
     #[test]
