@@ -44,7 +44,7 @@ fn check_with(
     findings.push(node::version(version, containerd.generator()));
     if is_there {
         let configuration = configuration();
-        let cni = configuration.as_ref().ok().map(|configuration| cni::cni(root, configuration));
+        let cni = configuration.as_ref().ok().map(|it| cni::cni(root, it, containerd.generator()));
         findings.extend([node::socket(root, containerd), node::handler(configuration)]);
         findings.extend(cni);
     }
@@ -59,6 +59,15 @@ fn check_with(
     findings
 }
 
+/// Whether pods of Kubernetes will have a network, by the configuration of a containerd that has a handler for them, or
+/// gets it when it starts next.
+pub(crate) fn network(root: &Path, configuration: io::Result<Table>, generator: Option<&str>) -> Finding {
+    match configuration {
+        Ok(configuration) => cni::network(root, &configuration, generator),
+        unknown => node::handler(unknown),
+    }
+}
+
 /// Whether pods can run.
 pub(crate) fn is_fit(findings: &[Finding]) -> bool {
     findings.iter().all(|finding| finding.status != Status::Fail)
@@ -69,13 +78,7 @@ pub(crate) fn print(out: &mut impl Write, findings: &[Finding], is_json: bool) -
     if is_json {
         return output::json(out, &findings);
     }
-    for Finding { check, status, found, remedy } in findings {
-        writeln!(out, "{:<4}  {check}: {found}", status.name())?;
-        if let Some(remedy) = remedy {
-            writeln!(out, "      -> {remedy}")?;
-        }
-    }
-    Ok(())
+    findings.iter().try_for_each(|finding| finding.print(out))
 }
 
 #[cfg(test)]
