@@ -5,6 +5,7 @@ use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
+use serde::Deserialize;
 
 use super::commands::{hidden, show};
 use super::{prometheus, quickstart};
@@ -19,6 +20,15 @@ use crate::tools::Tools;
 /// Where the files are put.
 const ARCHIVE: &str = "/root/bulkhead.tar.gz";
 const IMAGES: &str = "/root/busybox-oci.tar";
+
+/// A configuration of CNI, as a network add-on of Kubernetes writes one. Its plugins are those of Debian's package.
+const CNI: &str = "/etc/cni/net.d/10-pods.conflist";
+const WRITE_CNI: &str = r#"mkdir -p /etc/cni/net.d && cat > /etc/cni/net.d/10-pods.conflist <<'END'
+{"cniVersion": "0.4.0", "name": "pods", "plugins": [
+  {"type": "bridge", "bridge": "trial-cni", "ipam": {"type": "host-local", "subnet": "10.88.0.0/24"}},
+  {"type": "portmap", "capabilities": {"portMappings": true}}
+]}
+END"#;
 
 /// A bare host has no registry to pull from. The image is there already.
 const PULL: &str = "ctr image pull";
@@ -60,6 +70,7 @@ pub(super) fn run(cache: &Cache, tools: &Tools, dist: &Dist, archive: &Path, pac
             show(&mut session, "systemctl restart containerd")?;
         }
         show(&mut session, &format!("ctr image import {IMAGES}"))?;
+        hidden(&mut session, WRITE_CNI)?;
         let before = hidden(&mut session, STATE)?;
         for (install, remove) in [
             (format!("dpkg --install {package_there}"), "dpkg --remove bulkhead".to_owned()),
@@ -90,9 +101,15 @@ pub(super) fn run(cache: &Cache, tools: &Tools, dist: &Dist, archive: &Path, pac
 fn install_upgrade_and_remove(session: &mut Session, install: &str, remove: &str) -> Result<()> {
     show(session, install)?;
     show(session, "bulkhead check")?;
-    show(session, "bulkhead install --restart")?;
-    let check = show(session, "bulkhead check")?;
-    ensure!(!check.contains("warn  runtime handler"), "containerd has no handler after the installation");
+    // Without a network for pods, the installation says so at its end.
+    hidden(session, &format!("mv {CNI} /root/"))?;
+    let said = show(session, "bulkhead install")?;
+    let no_network = "warn  CNI: there is no configuration in /etc/cni/net.d";
+    ensure!(said.contains(no_network), "bulkhead install does not say that pods get no network");
+    hidden(session, &format!("mv /root/10-pods.conflist {CNI}"))?;
+    let said = show(session, "bulkhead install --restart")?;
+    ensure!(!said.contains("CNI"), "bulkhead install misses a part of the network");
+    everything_is_ok(&show(session, "bulkhead check --json")?)?;
     let host = show(session, "uname -r")?;
     let guest = show(session, &ctr_run("--rm", "first", "uname -r"))?;
     ensure!(guest != host, "the container has the host's kernel: it is not in a microVM");
@@ -105,6 +122,21 @@ fn install_upgrade_and_remove(session: &mut Session, install: &str, remove: &str
     ensure!(pods.contains("running"), "bulkhead ps does not list the pod");
     show(session, "ctr task rm --force running; ctr container rm running")?;
     show(session, remove)?;
+    Ok(())
+}
+
+/// A line of `bulkhead check`.
+#[derive(Debug, Deserialize)]
+struct Finding {
+    check: String,
+    status: String,
+}
+
+/// Fails if one of the findings is not ok. In the rig all of them can be.
+fn everything_is_ok(findings: &str) -> Result<()> {
+    let findings: Vec<Finding> = serde_json::from_str(findings).context("bulkhead check --json")?;
+    let bad: Vec<_> = findings.iter().filter(|finding| finding.status != "ok").collect();
+    ensure!(!findings.is_empty() && bad.is_empty(), "bulkhead check is not all ok: {bad:?}");
     Ok(())
 }
 
@@ -154,5 +186,15 @@ mod tests {
     fn what_is_left_is_named() {
         assert_eq!(difference("a\nb\n", "b\nc\n"), "- a\n+ c\n");
         assert_eq!(difference("a\nb\n", "b\na\n"), "");
+    }
+
+    #[test]
+    fn one_finding_that_is_not_ok_is_too_many() {
+        let finding = |check: &str, status: &str| format!(r#"{{"check": "{check}", "status": "{status}"}}"#);
+        let all = |findings: &[String]| everything_is_ok(&format!("[{}]", findings.join(",")));
+        assert!(all(&[finding("KVM", "ok"), finding("CNI", "ok")]).is_ok());
+        let error = all(&[finding("KVM", "ok"), finding("CNI", "warn")]).map_err(|error| error.to_string());
+        assert!(error.is_err_and(|error| error.contains("CNI")));
+        assert!(all(&[]).is_err());
     }
 }
