@@ -9,6 +9,7 @@ mod dependencies;
 mod kubernetes_page;
 mod prometheus;
 mod quickstart;
+mod test_runners;
 mod trial;
 mod upgrade;
 

@@ -9,7 +9,7 @@ use serde::Deserialize;
 use tempfile::TempDir;
 
 use super::commands::{hidden, show};
-use super::{prometheus, quickstart, upgrade};
+use super::{prometheus, quickstart, test_runners, upgrade};
 use crate::cache::Cache;
 use crate::containerd::Containerd;
 use crate::dist::{Dist, TESTS, source_dir};
@@ -107,6 +107,12 @@ pub(super) fn run(cache: &Cache, tools: &Tools, dist: &Dist, archive: &Path, pac
             nothing_is_left(&mut session, &before, page)?;
         }
         if is_watched {
+            // Nothing of this depends on the version of containerd.
+            test_runners::start(&mut session)?;
+            let said = follow(&mut session, test_runners::PAGE)?;
+            ensure!(said.contains(test_runners::ANSWERED), "the program in the microVM was not answered");
+            test_runners::stop(&mut session)?;
+            nothing_is_left(&mut session, &before, test_runners::PAGE)?;
             show(&mut session, &format!("dpkg --install {package_there}"))?;
             prometheus::watch(&mut session)?;
             show(&mut session, "dpkg --remove bulkhead")?;
@@ -150,22 +156,24 @@ fn everything_is_ok(findings: &str) -> Result<()> {
     Ok(())
 }
 
-/// Executes the commands of a page, and compares what they print with what it says.
-fn follow(session: &mut Session, page: &str) -> Result<()> {
+/// Executes the commands of a page, and compares what they print with what it says. Returns all that they print.
+fn follow(session: &mut Session, page: &str) -> Result<String> {
     println!("\n# {page}");
     let path = source_dir().join("docs").join(page);
     let text = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+    let mut all = String::new();
     for step in quickstart::steps(&text).iter().filter(|step| !step.script.starts_with(PULL)) {
         println!("\n$ {}", step.script.trim_end());
         // The page has the output only. Warnings go to the other stream.
-        let script = step.script.trim_end();
+        let script = test_runners::adapted(step.script.trim_end());
         let script =
             format!("cd /root; ({script}) 2>errors || {{ status=$?; cat errors; exit $status; }}; rm errors");
         let output = hidden(session, &script)?;
         println!("{}", output.trim_end());
         step.check(&output)?;
+        all += &output;
     }
-    Ok(())
+    Ok(all)
 }
 
 fn nothing_is_left(session: &mut Session, before: &str, by: &str) -> Result<()> {
