@@ -151,8 +151,8 @@ struct Finding {
 /// Fails if one of the findings is not ok. In the rig all of them can be.
 fn everything_is_ok(findings: &str) -> Result<()> {
     let findings: Vec<Finding> = serde_json::from_str(findings).context("bulkhead check --json")?;
-    let bad: Vec<_> = findings.iter().filter(|finding| finding.status != "ok").collect();
-    ensure!(!findings.is_empty() && bad.is_empty(), "bulkhead check is not all ok: {bad:?}");
+    let bad: Vec<_> = findings.iter().filter(|it| it.status != "ok").map(|it| it.check.as_str()).collect();
+    ensure!(!findings.is_empty() && bad.is_empty(), "bulkhead check is not all ok: {}", bad.join(", "));
     Ok(())
 }
 
