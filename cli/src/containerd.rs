@@ -155,15 +155,34 @@ pub(crate) fn handlers(configuration: &Table) -> BTreeMap<String, String> {
 pub(crate) struct Cni {
     /// The directories of the plugins, which are programs.
     pub(crate) programs: Vec<PathBuf>,
+    /// The key of the configuration with these directories.
+    pub(crate) key: Key,
     /// The directory of the configuration.
     pub(crate) configuration: PathBuf,
 }
 
+/// The key with the directories of the plugins.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Key {
+    /// `bin_dir`, one directory. containerd before 2.1 has only this.
+    One,
+    /// `bin_dirs`, a list.
+    List,
+}
+
 /// What a configuration of containerd says of CNI. None: it has no CRI plugin.
 pub(crate) fn cni(configuration: &Table) -> Option<Cni> {
-    let cni = [CRI_V3, CRI_V2]
-        .into_iter()
-        .find_map(|plugin| configuration.get("plugins")?.get(plugin)?.get("cni")?.as_table())?;
+    let of = |plugin| configuration.get("plugins")?.get(plugin)?.get("cni")?.as_table();
+    let (by_default, cni) = match (of(CRI_V3), of(CRI_V2)) {
+        (Some(cni), _) => (Key::List, cni),
+        (None, cni) => (Key::One, cni?),
+    };
+    // What containerd prints has all keys that it knows.
+    let key = match (cni.contains_key("bin_dirs"), cni.contains_key("bin_dir")) {
+        (true, _) => Key::List,
+        (false, true) => Key::One,
+        (false, false) => by_default,
+    };
     let text = |value: &toml::Value| value.as_str().filter(|text| !text.is_empty()).map(PathBuf::from);
     let several = cni.get("bin_dirs").and_then(toml::Value::as_array).into_iter().flatten().filter_map(text);
     let mut programs: Vec<_> = several.collect();
@@ -175,7 +194,7 @@ pub(crate) fn cni(configuration: &Table) -> Option<Cni> {
     if programs.is_empty() {
         programs.push("/opt/cni/bin".into());
     }
-    Some(Cni { programs, configuration })
+    Some(Cni { programs, key, configuration })
 }
 
 #[cfg(test)]
@@ -234,16 +253,20 @@ mod tests {
     #[test]
     fn cni_is_where_each_version_of_the_configuration_says() {
         let cni = |text: &str| cni(&toml::from_str(text).unwrap());
-        let paths = |programs: &[&str], configuration: &str| {
+        let paths = |programs: &[&str], key: Key, configuration: &str| {
             let programs = programs.iter().map(PathBuf::from).collect();
-            Some(Cni { programs, configuration: configuration.into() })
+            Some(Cni { programs, key, configuration: configuration.into() })
         };
         let v2 = "[plugins.'io.containerd.grpc.v1.cri'.cni]\nbin_dir = '/usr/lib/cni'\nconf_dir = '/c'\n";
-        assert_eq!(cni(v2), paths(&["/usr/lib/cni"], "/c"));
+        assert_eq!(cni(v2), paths(&["/usr/lib/cni"], Key::One, "/c"));
         let v3 = "[plugins.'io.containerd.cri.v1.runtime'.cni]\nbin_dir = ''\nbin_dirs = ['/a', '/b']\n";
-        assert_eq!(cni(v3), paths(&["/a", "/b"], "/etc/cni/net.d"));
+        assert_eq!(cni(v3), paths(&["/a", "/b"], Key::List, "/etc/cni/net.d"));
+        let v3_of_2_0 = "[plugins.'io.containerd.cri.v1.runtime'.cni]\nbin_dir = '/a'\n";
+        assert_eq!(cni(v3_of_2_0), paths(&["/a"], Key::One, "/etc/cni/net.d"));
+        let by_hand = "[plugins.'io.containerd.cri.v1.runtime'.cni]\n";
+        assert_eq!(cni(by_hand), paths(&["/opt/cni/bin"], Key::List, "/etc/cni/net.d"));
         let empty = "[plugins.'io.containerd.cri.v1.runtime'.cni]\nbin_dir = 1\nbin_dirs = 'x'\n";
-        assert_eq!(cni(empty), paths(&["/opt/cni/bin"], "/etc/cni/net.d"));
+        assert_eq!(cni(empty), paths(&["/opt/cni/bin"], Key::List, "/etc/cni/net.d"));
         assert_eq!(cni("plugins = 1"), None);
     }
 }

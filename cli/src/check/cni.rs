@@ -11,13 +11,20 @@ use toml::Table;
 
 use crate::{
     check::finding::Finding,
-    containerd::{self, RUNTIME, handlers},
+    containerd::{self, Key, RUNTIME, handlers},
 };
 
 const CHECK: &str = "CNI";
 
-/// Where distributions have the CNI plugins: upstream and kubeadm, Debian, Fedora.
-const USUAL: [&str; 3] = ["/opt/cni/bin", "/usr/lib/cni", "/usr/libexec/cni"];
+/// Where distributions have the CNI plugins: upstream, kubeadm and RKE2; Debian; Fedora; k3s, and k3s before October
+/// 2024.
+const USUAL: [&str; 5] = [
+    "/opt/cni/bin",
+    "/usr/lib/cni",
+    "/usr/libexec/cni",
+    "/var/lib/rancher/k3s/data/cni",
+    "/var/lib/rancher/k3s/data/current/bin",
+];
 
 /// The extensions of the files that containerd reads. It uses the first file by name.
 const EXTENSIONS: [&str; 3] = ["conf", "conflist", "json"];
@@ -25,11 +32,17 @@ const EXTENSIONS: [&str; 3] = ["conf", "conflist", "json"];
 /// The longest configuration that is read.
 const LONGEST: u64 = 1 << 20;
 
-/// Compares what containerd's configuration says with what is there. `root` is `/`, but in tests.
-pub(super) fn cni(root: &Path, configuration: &Table) -> Finding {
-    if !handlers(configuration).values().any(|runtime| runtime == RUNTIME) {
-        return Finding::ok(CHECK, "only pods of Kubernetes need it, and they have no handler");
+/// What `bulkhead check` says: without a handler for Bulkhead, nothing is missing. `root` is `/`, but in tests.
+/// `generator`: k3s or RKE2 generates the configuration.
+pub(super) fn cni(root: &Path, configuration: &Table, generator: Option<&str>) -> Finding {
+    match handlers(configuration).values().any(|runtime| runtime == RUNTIME) {
+        true => network(root, configuration, generator),
+        false => Finding::ok(CHECK, "only pods of Kubernetes need it, and they have no handler"),
     }
+}
+
+/// Compares what containerd's configuration says with what is there.
+pub(super) fn network(root: &Path, configuration: &Table, generator: Option<&str>) -> Finding {
     let Some(paths) = containerd::cni(configuration) else {
         return Finding::warn(
             CHECK,
@@ -71,12 +84,20 @@ pub(super) fn cni(root: &Path, configuration: &Table) -> Finding {
     if missing.is_empty() {
         return Finding::ok(CHECK, format!("{name} in {shown}, plugins in {directories}"));
     }
-    let is_there = |directory: &&str| missing.iter().all(|plugin| is_in(Path::new(directory), plugin));
-    let remedy = match USUAL.into_iter().find(is_there) {
-        Some(directory) => {
+    // One directory must have all of them, since it takes the place of the one that is looked into now.
+    let sought = if generator.is_none() && paths.key == Key::One { &plugins } else { &missing };
+    let is_there = |directory: &&str| sought.iter().all(|plugin| is_in(Path::new(directory), plugin));
+    let remedy = match (USUAL.into_iter().find(is_there), generator, paths.key) {
+        (None, _, _) => format!("install the CNI plugins in {directories}"),
+        (Some(directory), Some(generator), _) => {
+            format!("copy them from {directory}: {generator} generates containerd's configuration")
+        }
+        (Some(directory), None, Key::One) => {
             format!("set `bin_dir` in `cni` of containerd's CRI plugin to {directory}, where they are")
         }
-        None => format!("install the CNI plugins in {directories}"),
+        (Some(directory), None, Key::List) => {
+            format!("add {directory}, where they are, to `bin_dirs` in `cni` of containerd's CRI plugin")
+        }
     };
     let found = format!("{name} in {shown} needs {}, which {directories} does not have", missing.join(", "));
     Finding::warn(CHECK, found, remedy)
@@ -138,7 +159,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let root = dir.path();
         let cri = configuration("[plugins.'io.containerd.grpc.v1.cri'.cni]\nbin_dir = '/opt/cni/bin'\n");
-        let none = cni(root, &cri);
+        let none = cni(root, &cri, None);
         assert!(
             none.status == Status::Warn
                 && none.found.starts_with("there is no configuration in /etc/cni/net.d")
@@ -147,7 +168,7 @@ mod tests {
         write(root, "etc/cni/net.d/20-later.conf", "nonsense");
         let list = r#"{"plugins": [{"type": "bridge"}, {"type": "portmap"}]}"#;
         write(root, "etc/cni/net.d/10-pods.conflist", list);
-        let missing = cni(root, &cri);
+        let missing = cni(root, &cri, None);
         let expected =
             "10-pods.conflist in /etc/cni/net.d needs bridge, portmap, which /opt/cni/bin does not have";
         assert_eq!((missing.status, missing.found.as_str()), (Status::Warn, expected));
@@ -155,24 +176,51 @@ mod tests {
         for plugin in ["bridge", "portmap"] {
             write(root, &format!("usr/lib/cni/{plugin}"), "");
         }
-        let remedy = cni(root, &cri).remedy.unwrap();
+        let remedy = cni(root, &cri, None).remedy.unwrap();
         assert!(remedy.contains("to /usr/lib/cni, where they are"), "{remedy}");
         let debian = configuration("[plugins.'io.containerd.grpc.v1.cri'.cni]\nbin_dir = '/usr/lib/cni'\n");
         let found = Finding::ok("CNI", "10-pods.conflist in /etc/cni/net.d, plugins in /usr/lib/cni");
-        assert_eq!(cni(root, &debian), found);
+        assert_eq!(cni(root, &debian, None), found);
         for broken in ["nonsense", "{}", r#"{"plugins": [{"type": "../sh"}]}"#] {
             write(root, "etc/cni/net.d/10-pods.conflist", broken);
             assert_eq!(
-                cni(root, &debian).remedy.unwrap(),
+                cni(root, &debian, None).remedy.unwrap(),
                 "mend it; its format is that of the CNI specification"
             );
         }
     }
 
     #[test]
+    fn the_remedy_is_one_that_this_containerd_has() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path();
+        let list = r#"{"plugins": [{"type": "bridge"}, {"type": "portmap"}]}"#;
+        write(root, "etc/cni/net.d/10-pods.conflist", list);
+        write(root, "opt/cni/bin/bridge", "");
+        write(root, "var/lib/rancher/k3s/data/cni/portmap", "");
+        let remedy = |added: &str, generator| {
+            let added = added.replace("CRI", "plugins.'io.containerd.cri.v1.runtime'");
+            cni(root, &configuration(&added), generator).remedy.unwrap()
+        };
+        let v3 = "[CRI.cni]\nbin_dir = ''\nbin_dirs = ['/opt/cni/bin']\n";
+        let added = remedy(v3, None);
+        assert!(
+            added.starts_with("add /var/lib/rancher/k3s/data/cni, where they are, to `bin_dirs`"),
+            "{added}"
+        );
+        let copied = remedy(v3, Some("k3s"));
+        assert!(copied.starts_with("copy them from /var/lib/rancher/k3s/data/cni: k3s"), "{copied}");
+        // With it in place of /opt/cni/bin, there would be no bridge.
+        let one = "[CRI.cni]\nbin_dir = '/opt/cni/bin'\n";
+        assert_eq!(remedy(one, None), "install the CNI plugins in /opt/cni/bin");
+        write(root, "var/lib/rancher/k3s/data/cni/bridge", "");
+        assert!(remedy(one, None).starts_with("set `bin_dir` "), "{}", remedy(one, None));
+    }
+
+    #[test]
     fn without_pods_of_kubernetes_nothing_is_missing() {
         let dir = tempfile::tempdir().unwrap();
-        assert_eq!(cni(dir.path(), &Table::new()).status, Status::Ok);
-        assert!(cni(dir.path(), &configuration("")).found.contains("no CRI plugin"));
+        assert_eq!(cni(dir.path(), &Table::new(), None).status, Status::Ok);
+        assert!(cni(dir.path(), &configuration(""), None).found.contains("no CRI plugin"));
     }
 }

@@ -1,6 +1,9 @@
 //! One line of `bulkhead check`.
 
-use std::error::Error;
+use std::{
+    error::Error,
+    io::{self, Write},
+};
 
 use bulkhead_host_shim::operator::chain;
 use serde::Serialize;
@@ -62,6 +65,16 @@ impl Finding {
         remedy: impl Into<String>,
     ) -> Self {
         if pods_run { Self::warn(check, found, remedy) } else { Self::fail(check, found, remedy) }
+    }
+
+    /// Prints a line, and one more for the remedy.
+    pub(crate) fn print(&self, out: &mut impl Write) -> io::Result<()> {
+        let Self { check, status, found, remedy } = self;
+        writeln!(out, "{:<4}  {check}: {found}", status.name())?;
+        match remedy {
+            Some(remedy) => writeln!(out, "      -> {remedy}"),
+            None => Ok(()),
+        }
     }
 }
 

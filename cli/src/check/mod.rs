@@ -11,12 +11,26 @@ use std::{
     path::Path,
 };
 
+use toml::Table;
+
 pub(crate) use finding::{Finding, Status};
 
 use crate::{config_file::ConfigFile, containerd::Containerd, output, run::nat::pasta};
 
 /// Checks this host, with this configuration of Bulkhead.
 pub(crate) fn check(config: &ConfigFile) -> Vec<Finding> {
+    let containerd = Containerd::find(Path::new("/"));
+    let version = containerd.version();
+    check_with(config, &containerd, version, || containerd.configuration())
+}
+
+/// Checks this host, with what this containerd says of its version and, if it has one, of its configuration.
+fn check_with(
+    config: &ConfigFile,
+    containerd: &Containerd,
+    version: io::Result<String>,
+    configuration: impl FnOnce() -> io::Result<Table>,
+) -> Vec<Finding> {
     let root = Path::new("/");
     let mut findings = vec![
         kernel::processor(root),
@@ -26,14 +40,12 @@ pub(crate) fn check(config: &ConfigFile) -> Vec<Finding> {
         kernel::landlock(),
         kernel::apparmor(root),
     ];
-    let containerd = Containerd::find(root);
-    let version = containerd.version();
     let is_there = version.is_ok();
     findings.push(node::version(version, containerd.generator()));
     if is_there {
-        let configuration = containerd.configuration();
-        let cni = configuration.as_ref().ok().map(|configuration| cni::cni(root, configuration));
-        findings.extend([node::socket(root, &containerd), node::handler(configuration)]);
+        let configuration = configuration();
+        let cni = configuration.as_ref().ok().map(|it| cni::cni(root, it, containerd.generator()));
+        findings.extend([node::socket(root, containerd), node::handler(configuration)]);
         findings.extend(cni);
     }
     findings.push(node::shim(root));
@@ -47,6 +59,15 @@ pub(crate) fn check(config: &ConfigFile) -> Vec<Finding> {
     findings
 }
 
+/// Whether pods of Kubernetes will have a network, by the configuration of a containerd that has a handler for them, or
+/// gets it when it starts next.
+pub(crate) fn network(root: &Path, configuration: io::Result<Table>, generator: Option<&str>) -> Finding {
+    match configuration {
+        Ok(configuration) => cni::network(root, &configuration, generator),
+        unknown => node::handler(unknown),
+    }
+}
+
 /// Whether pods can run.
 pub(crate) fn is_fit(findings: &[Finding]) -> bool {
     findings.iter().all(|finding| finding.status != Status::Fail)
@@ -57,13 +78,7 @@ pub(crate) fn print(out: &mut impl Write, findings: &[Finding], is_json: bool) -
     if is_json {
         return output::json(out, &findings);
     }
-    for Finding { check, status, found, remedy } in findings {
-        writeln!(out, "{:<4}  {check}: {found}", status.name())?;
-        if let Some(remedy) = remedy {
-            writeln!(out, "      -> {remedy}")?;
-        }
-    }
-    Ok(())
+    findings.iter().try_for_each(|finding| finding.print(out))
 }
 
 #[cfg(test)]
@@ -88,6 +103,23 @@ mod tests {
             json[2],
             serde_json::json!({"check": "c", "status": "fail", "found": "bad", "remedy": "do that"})
         );
+    }
+
+    /// What the findings on a page are about, in its first block of them.
+    fn names_on(page: &str) -> Vec<&str> {
+        let block = page.split("```text\n").find(|block| block.contains("KVM: ")).unwrap();
+        let lines = block.lines().take_while(|line| *line != "```").filter(|line| !line.starts_with(' '));
+        lines.map(|line| line.split_once(' ').unwrap().1.split_once(':').unwrap().0.trim()).collect()
+    }
+
+    #[test]
+    fn the_quick_start_shows_each_finding() {
+        let configuration = || Ok(Table::new());
+        let containerd = Containerd::of("/etc/containerd/config.toml".into());
+        let findings =
+            check_with(&ConfigFile { config: None }, &containerd, Ok("1.7.24".into()), configuration);
+        let names: Vec<_> = findings.iter().map(|finding| finding.check.as_str()).collect();
+        assert_eq!(names_on(include_str!("../../../docs/quickstart-containerd.md")), names);
     }
 
     #[test]

@@ -14,6 +14,7 @@ use bulkhead_host_shim::operator::{STATE_ROOT, forget_failures, remove_all_templ
 use clap::Args;
 
 use crate::{
+    check::{self, Status},
     command_output,
     containerd::{self, Containerd, RUNTIME, handlers},
     error::CommandError,
@@ -131,7 +132,26 @@ pub(crate) fn install(out: &mut impl Write, options: &Options) -> Result<(), Com
         }
     }
     finish(out, options, &containerd, is_changed)?;
-    say(out, "for Kubernetes: kubectl apply -f /etc/bulkhead/runtimeclass.yaml")
+    say(out, "for Kubernetes: kubectl apply -f /etc/bulkhead/runtimeclass.yaml")?;
+    // The containerd of an image is not asked, and its network comes with the node.
+    if options.root.is_some() {
+        return Ok(());
+    }
+    say_of_network(out, Path::new("/"), containerd.configuration(), containerd.generator())
+}
+
+/// Says what pods of Kubernetes lack of a network, as `bulkhead check` does.
+fn say_of_network(
+    out: &mut impl Write,
+    root: &Path,
+    configuration: io::Result<toml::Table>,
+    generator: Option<&str>,
+) -> Result<(), CommandError> {
+    let finding = check::network(root, configuration, generator);
+    if finding.status == Status::Ok {
+        return Ok(());
+    }
+    finding.print(out).map_err(CommandError::Output)
 }
 
 /// What is said of a file that was changed by the operator, or was written by another version.
@@ -539,6 +559,29 @@ mod tests {
         install(&mut Vec::new(), &options(root)).unwrap();
         assert_eq!(fs::read_dir(outside.path()).unwrap().count(), 1);
         assert_eq!(fs::read_to_string(&hosts).unwrap(), "version = 2\n");
+    }
+
+    #[test]
+    fn what_pods_lack_of_a_network_is_said_at_the_end() {
+        let dir = tempfile::tempdir().unwrap();
+        let network = |text: &str, generator| {
+            said(|out| say_of_network(out, dir.path(), Ok(toml::from_str(text).unwrap()), generator))
+        };
+        // k3s has no handler before it has read its template, and gets it when it starts next.
+        let v3 = "[plugins.'io.containerd.cri.v1.runtime'.cni]\nconf_dir = '/cni'\n";
+        let none = network(v3, Some("k3s"));
+        assert!(none.starts_with("warn  CNI: there is no configuration in /cni"), "{none}");
+        assert!(none.lines().nth(1).is_some_and(|line| line.starts_with("      -> install")), "{none}");
+        fs::create_dir_all(dir.path().join("cni")).unwrap();
+        fs::create_dir_all(dir.path().join("opt/cni/bin")).unwrap();
+        fs::write(dir.path().join("cni/10-pods.conf"), "{\"type\": \"bridge\"}").unwrap();
+        fs::write(dir.path().join("opt/cni/bin/bridge"), "").unwrap();
+        assert_eq!(network(v3, None), "");
+        let unknown = said(|out| say_of_network(out, dir.path(), Err(io::ErrorKind::NotFound.into()), None));
+        assert!(
+            unknown.starts_with("fail  runtime handler: containerd's configuration is not known"),
+            "{unknown}"
+        );
     }
 
     #[test]

@@ -38,12 +38,14 @@ pub(super) fn run(cache: &Cache, tools: &Tools, dist: &Dist, archive: &Path) -> 
 
     let said = container(&mut session, &install, INSTALLED)?;
     ensure!(said.contains("wrote /etc/containerd/config.toml"), "containerd was not configured:\n{said}");
+    ensure!(said.contains("\nmade "), "no template was made:\n{said}");
     let check = show(&mut session, "bulkhead check")?;
     ensure!(check.contains("ok    runtime handler"), "containerd has no handler");
     let of_containerd = "systemctl show --property MainPID containerd";
     let running = show(&mut session, of_containerd)?;
     let again = container(&mut session, &install, INSTALLED)?;
     ensure!(again.contains("configuration is as it was"), "the second time is not as the first:\n{again}");
+    ensure!(again.contains("\nkept ") && !again.contains("\nmade "), "templates were made again:\n{again}");
     let still = show(&mut session, of_containerd)?;
     ensure!(running == still, "containerd was restarted although nothing has changed");
 

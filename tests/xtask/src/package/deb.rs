@@ -1,4 +1,8 @@
 //! The Debian package (deb(5)): an ar(1) archive of its format's version, of what dpkg must know, and of the files.
+//!
+//! It is written here and not by cargo-deb, because its files are not those of one cargo package, but the list that the
+//! archive has too: programs of several packages, the guest kernel, the initramfs, man pages and licenses; and the same
+//! files must give the same bytes.
 
 use anyhow::{Context, Result};
 

@@ -9,7 +9,9 @@ mod dependencies;
 mod kubernetes_page;
 mod prometheus;
 mod quickstart;
+mod test_runners;
 mod trial;
+mod upgrade;
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -93,12 +95,10 @@ pub(crate) fn try_out(cache: &Cache, tools: &Tools, dist: &Dist) -> Result<()> {
 /// Packs the parts. Returns the archive, the package, and the list of their digests.
 pub(crate) fn build(dist: &Dist) -> Result<[PathBuf; 3]> {
     step("packing the archive and the Debian package", || {
-        let files = files(dist)?;
         let directory = target_dir().join("package");
         cache::remove(&directory)?;
         fs::create_dir_all(&directory).context("cannot make the directory of packages")?;
-        let archive = (format!("bulkhead-{VERSION}-x86_64.tar.gz"), archive::gzipped(&files)?);
-        let package = (format!("bulkhead_{VERSION}_amd64.deb"), deb::package(VERSION, files)?);
+        let [archive, package] = packed(VERSION, files(dist)?)?;
         let line = |(name, bytes): &(String, Vec<u8>)| format!("{:x}  {name}\n", Sha256::digest(bytes));
         let sums = ("SHA256SUMS".to_owned(), [&archive, &package].map(line).concat().into_bytes());
         let write = |(name, bytes): (String, Vec<u8>)| -> Result<PathBuf> {
@@ -108,6 +108,13 @@ pub(crate) fn build(dist: &Dist) -> Result<[PathBuf; 3]> {
         };
         Ok([write(archive)?, write(package)?, write(sums)?])
     })
+}
+
+/// The archive and the package of the files: their names, and what is in them.
+fn packed(version: &str, files: Vec<File>) -> Result<[(String, Vec<u8>); 2]> {
+    let archive = (format!("bulkhead-{version}-x86_64.tar.gz"), archive::gzipped(&files)?);
+    let package = (format!("bulkhead_{version}_amd64.deb"), deb::package(version, files)?);
+    Ok([archive, package])
 }
 
 /// All files of the archive, relative to `/`.
