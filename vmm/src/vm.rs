@@ -6,7 +6,7 @@ use std::{
     sync::Arc,
 };
 
-use bulkhead_vmm_api::{BLOCK_MIB, RUNNING, ShareCounts};
+use bulkhead_vmm_api::{BLOCK_MIB, GUEST_SAYS, RUNNING, ShareCounts};
 use kvm_ioctls::{VcpuFd, VmFd};
 use nix::sys::{
     signal::{SigSet, Signal},
@@ -17,6 +17,7 @@ use vmm_sys_util::poll::PollContext;
 use crate::{
     GuestMemory,
     control_socket::{Command, ControlError, ControlServer, DiskRequest},
+    io_ports::LastWords,
     jail::ThreadRole,
     memory::{MemoryError, Slots},
     one_line,
@@ -121,6 +122,8 @@ pub struct Vm {
     pub vcpus: Vec<VcpuFd>,
     /// All devices, and the event of the guest's end.
     pub io: GuestIo,
+    /// What the guest says when it ends. Nothing if it has a console.
+    pub last_words: Arc<LastWords>,
     /// The virtio devices, in the order of their addresses.
     pub devices: Vec<Arc<MmioTransport>>,
     /// Changes the size of the guest's memory.
@@ -175,8 +178,7 @@ impl Vm {
             for token in tokens {
                 match token {
                     GUEST => match self.io.exit.take() {
-                        Some(GuestExit::Reset) => return Ok(()),
-                        Some(exit) => return Err(VmError::Guest(exit)),
+                        Some(exit) => return self.guest_ended(exit),
                         None => {}
                     },
                     SIGNAL => return Ok(()),
@@ -203,6 +205,18 @@ impl Vm {
                     Command::CloseUnmounted => self.shares.iter().for_each(|share| share.close_unmounted()),
                 }
             }
+        }
+    }
+
+    /// Prints what the guest has said before it ended.
+    fn guest_ended(&self, exit: GuestExit) -> Result<(), VmError> {
+        for line in self.last_words.lines() {
+            // If stderr is closed, nobody reads it.
+            let _ = writeln!(io::stderr(), "{GUEST_SAYS}{line}");
+        }
+        match exit {
+            GuestExit::Reset => Ok(()),
+            exit => Err(VmError::Guest(exit)),
         }
     }
 

@@ -49,6 +49,10 @@ pub const ROOTFS: &str = "rootfs";
 /// The line that the VMM writes to its standard output when the vCPUs run.
 pub const RUNNING: &str = "running";
 
+/// How a line on the standard error of the VMM begins that the guest has said, when it ended. The rest of the line is the
+/// guest's choice, without control characters.
+pub const GUEST_SAYS: &str = "guest: ";
+
 /// The configuration of a VM. Relative paths are relative to the working directory of the VMM.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -75,8 +79,9 @@ pub struct VmConfig {
     /// be even, and `save_to` and `restore_from` must be absent.
     #[serde(default)]
     pub hugepages: bool,
-    /// The file to which the output of the guest's serial console is appended. None: the guest has no serial port,
-    /// which makes it boot faster.
+    /// The file to which the output of the guest's serial console is appended. None: the guest's kernel writes
+    /// emergencies and panics only, which makes it boot faster. The VMM prints the last of them when the guest ends
+    /// ([`GUEST_SAYS`]).
     #[serde(default)]
     pub console: Option<PathBuf>,
     /// The Unix socket for [`ControlRequest`]s. The VMM creates it but cannot remove it, because it is in a jail
