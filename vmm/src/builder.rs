@@ -127,7 +127,9 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
 
     let mut slots = VirtioSlots::new(&fd, &memory);
     slots.plug(Box::new(host.rng))?;
-    slots.plug(Box::new(Vsock::new(host.vsock, root.vsock, GUEST_CID)?))?;
+    let vsock = Vsock::new(host.vsock, root.vsock, GUEST_CID)?;
+    let sockets = vsock.control();
+    slots.plug(Box::new(vsock))?;
     let mut shares = Vec::new();
     for (index, (share, dir)) in config.shares.iter().zip(root.shares).enumerate() {
         let source = |source| BuildError::Share { index, dir: share.dir.clone(), source };
@@ -170,7 +172,7 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
 
     let io = GuestIo { mmio: Arc::new(mmio), ports: Arc::new(ports), exit };
     let Host { saver, control, .. } = host;
-    Ok(Vm { vcpus, io, last_words, devices, size, shares, slots, saver, control, fd, memory })
+    Ok(Vm { vcpus, io, last_words, devices, size, shares, sockets, slots, saver, control, fd, memory })
 }
 
 fn size(config: &VmConfig) -> Size {

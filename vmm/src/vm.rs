@@ -6,7 +6,7 @@ use std::{
     sync::Arc,
 };
 
-use bulkhead_vmm_api::{BLOCK_MIB, GUEST_SAYS, RUNNING, ShareCounts};
+use bulkhead_vmm_api::{BLOCK_MIB, DeviceCounts, GUEST_SAYS, RUNNING, ShareCounts};
 use kvm_ioctls::{VcpuFd, VmFd};
 use nix::sys::{
     signal::{SigSet, Signal},
@@ -26,7 +26,7 @@ use crate::{
     vcpu::{GuestExit, GuestIo, StartError, VcpuThreads},
     virtio::{
         balloon::BalloonControl, block::Block, fs::ShareControl, mem::MemControl, mmio::MmioTransport,
-        net::Net,
+        net::Net, vsock::VsockControl,
     },
 };
 
@@ -130,6 +130,8 @@ pub struct Vm {
     pub size: MemorySize,
     /// The shares.
     pub shares: Vec<ShareControl>,
+    /// The socket device.
+    pub sockets: VsockControl,
     /// The slots for devices that are attached later.
     pub slots: DeviceSlots,
     /// The files to which the VM can be saved.
@@ -196,6 +198,10 @@ impl Vm {
                     }
                     Command::Resize { client, memory_mib } => self.resize(client, memory_mib),
                     Command::Counts { client } => self.count(client),
+                    Command::DeviceCounts { client } => {
+                        let counts = self.device_counts();
+                        self.control.device_counts(client, counts);
+                    }
                     Command::AttachNic { client, mac } => self.attach_nic(client, mac),
                     Command::AttachBlock { client, disk } => self.attach_block(client, &disk),
                     Command::DetachBlock { client, serial } => {
@@ -233,6 +239,18 @@ impl Vm {
             |share: &ShareControl| ShareCounts { tag: share.tag().to_owned(), requests: share.requests() };
         let shares = self.shares.iter().map(counts).collect();
         self.control.counts(client, shares);
+    }
+
+    fn device_counts(&self) -> DeviceCounts {
+        let MemorySize { balloon, device, .. } = &self.size;
+        DeviceCounts {
+            balloon_bytes: balloon.as_ref().map(BalloonControl::inflated),
+            reported_bytes: balloon.as_ref().map(BalloonControl::reported),
+            plugged_bytes: device.as_ref().map(MemControl::plugged),
+            block: Some(self.slots.block_counts()),
+            vsock_received_bytes: Some(self.sockets.received()),
+            vsock_sent_bytes: Some(self.sockets.sent()),
+        }
     }
 
     fn attach_nic(&mut self, client: u32, mac: [u8; 6]) {

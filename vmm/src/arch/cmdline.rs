@@ -67,7 +67,7 @@ pub fn build(console: bool, devices: &[MmioDevice], extra: &[String]) -> Result<
     } else {
         // Each character that is written to a serial port causes two exits, and each step of probing for a serial port
         // causes one. So the driver has no port, and only emergencies are written: those, and all that follows an oops
-        // or a panic (console_verbose()), go to the port that `earlyprintk` sets up with ten exits. The level comes
+        // or a panic (console_verbose()), go to the port that `earlyprintk` sets up with nine exits. The level comes
         // first, because `earlyprintk` writes what the log has until then.
         add("loglevel=1")?;
         add("earlyprintk=ttyS0,115200,keep")?;

@@ -1,6 +1,13 @@
 //! The host's side of a vsock device.
 
-use std::{os::unix::net::UnixListener, path::PathBuf, sync::Arc};
+use std::{
+    os::unix::net::UnixListener,
+    path::PathBuf,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+};
 
 use nix::sys::timerfd::TimerFd;
 
@@ -14,4 +21,30 @@ pub(super) struct HostSockets {
     /// The path of `listener`. With `_P` appended it is the socket that the guest reaches as port P of the host.
     pub(super) path: PathBuf,
     pub(super) guest_cid: u64,
+    pub(super) payload: Arc<Payload>,
+}
+
+/// The bytes of payload that have passed the device. Those of a connection that was reset count too.
+#[derive(Debug, Default)]
+pub(super) struct Payload {
+    to_guest: AtomicU64,
+    from_guest: AtomicU64,
+}
+
+impl Payload {
+    pub(super) fn add_to_guest(&self, bytes: u32) {
+        self.to_guest.fetch_add(bytes.into(), Ordering::Relaxed);
+    }
+
+    pub(super) fn add_from_guest(&self, bytes: u32) {
+        self.from_guest.fetch_add(bytes.into(), Ordering::Relaxed);
+    }
+
+    pub(super) fn to_guest(&self) -> u64 {
+        self.to_guest.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn from_guest(&self) -> u64 {
+        self.from_guest.load(Ordering::Relaxed)
+    }
 }
