@@ -179,10 +179,11 @@ impl Vm {
             let tokens: Vec<u32> = poll.wait()?.iter().map(|event| event.token()).collect();
             for token in tokens {
                 match token {
-                    GUEST => match self.io.exit.take() {
-                        Some(exit) => return self.guest_ended(exit),
-                        None => {}
-                    },
+                    GUEST => {
+                        if let Some(exit) = self.io.exit.take() {
+                            return self.guest_ended(exit);
+                        }
+                    }
                     SIGNAL => return Ok(()),
                     MEMORY | BALLOON => self.report_memory(),
                     CONTROL => self.control.accept(&poll),

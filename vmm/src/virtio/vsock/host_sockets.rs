@@ -24,27 +24,27 @@ pub(super) struct HostSockets {
     pub(super) payload: Arc<Payload>,
 }
 
-/// The bytes of payload that have passed the device. Those of a connection that was reset count too.
+/// The bytes of payload that the guest has received and sent. Those of a connection that was reset count too.
 #[derive(Debug, Default)]
 pub(super) struct Payload {
-    to_guest: AtomicU64,
-    from_guest: AtomicU64,
+    received: AtomicU64,
+    sent: AtomicU64,
 }
 
 impl Payload {
-    pub(super) fn add_to_guest(&self, bytes: u32) {
-        self.to_guest.fetch_add(bytes.into(), Ordering::Relaxed);
+    pub(super) fn add_received(&self, bytes: u32) {
+        self.received.fetch_add(bytes.into(), Ordering::Relaxed);
     }
 
-    pub(super) fn add_from_guest(&self, bytes: u32) {
-        self.from_guest.fetch_add(bytes.into(), Ordering::Relaxed);
+    pub(super) fn add_sent(&self, bytes: u32) {
+        self.sent.fetch_add(bytes.into(), Ordering::Relaxed);
     }
 
-    pub(super) fn to_guest(&self) -> u64 {
-        self.to_guest.load(Ordering::Relaxed)
+    pub(super) fn received(&self) -> u64 {
+        self.received.load(Ordering::Relaxed)
     }
 
-    pub(super) fn from_guest(&self) -> u64 {
-        self.from_guest.load(Ordering::Relaxed)
+    pub(super) fn sent(&self) -> u64 {
+        self.sent.load(Ordering::Relaxed)
     }
 }

@@ -88,12 +88,12 @@ pub struct VsockControl(Arc<Payload>);
 impl VsockControl {
     /// Bytes of payload that the guest has received since the VMM has started.
     pub fn received(&self) -> u64 {
-        self.0.to_guest()
+        self.0.received()
     }
 
     /// Bytes of payload that the guest has sent.
     pub fn sent(&self) -> u64 {
-        self.0.from_guest()
+        self.0.sent()
     }
 }
 

@@ -124,7 +124,7 @@ impl Transfer<'_, '_> {
             if header.len as usize > contained {
                 return Err(ServeError::Length { announced: header.len, contained });
             }
-            payload.add_from_guest(header.len);
+            payload.add_sent(header.len);
             muxer.receive(&header, chain.readable.split_front(header.len as usize));
             Ok(Outcome::Used(0))
         })?;
@@ -143,7 +143,7 @@ impl Transfer<'_, '_> {
             }
             let Some(header) = muxer.next_packet(&chain.writable) else { return Ok(Outcome::Postponed) };
             front.write(&header.to_bytes());
-            payload.add_to_guest(header.len);
+            payload.add_received(header.len);
             Ok(Outcome::Used(HEADER_LEN as u32 + header.len))
         })?;
         Ok(())
