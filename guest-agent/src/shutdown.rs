@@ -1,6 +1,6 @@
 //! The end of the guest.
 
-use std::{convert::Infallible, process, time::Duration};
+use std::{convert::Infallible, fs::OpenOptions, io::Write, process, time::Duration};
 
 use nix::sys::{
     reboot::{RebootMode, reboot},
@@ -14,10 +14,28 @@ use crate::syscall;
 const KILL_ATTEMPTS: u32 = 500;
 const KILL_PAUSE: Duration = Duration::from_millis(1);
 
-/// Says why on the console, and ends the guest.
+/// Says why as an emergency of the kernel, which the VMM passes on also if the guest has no console, and ends the
+/// guest.
 pub fn die(reason: &str) -> ! {
-    eprintln!("bulkhead-agent: fatal: {reason}");
+    say(&format!("fatal: {reason}"));
     restart()
+}
+
+/// Writes one record of the kernel's log, of level 0 (Documentation/ABI/testing/dev-kmsg). Without /dev, or if the
+/// kernel refuses a record of this length, the line goes to the console, if there is one.
+fn say(what: &str) {
+    let line = format!("bulkhead-agent: {}", what.replace(char::is_control, " "));
+    let logged = OpenOptions::new().write(true).open("/dev/kmsg");
+    if logged.and_then(|mut log| log.write_all(record(&line).as_bytes())).is_err() {
+        eprintln!("{line}");
+    }
+}
+
+/// The longest line that is written, in bytes. The kernel refuses a record of more than 1 KiB with its prefix.
+const LINE: usize = 900;
+
+fn record(line: &str) -> String {
+    format!("<0>{}\n", line.get(..line.floor_char_boundary(LINE)).unwrap_or_default())
 }
 
 /// Kills every process but this one, and waits for the ends of its children.
@@ -37,6 +55,18 @@ pub async fn kill_all() {
 fn restart() -> ! {
     let refused: nix::Result<Infallible> = reboot(RebootMode::RB_AUTOBOOT);
     let Err(error) = refused;
-    eprintln!("bulkhead-agent: restart: {error}");
+    say(&format!("restart: {error}"));
     process::exit(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_long_reason_is_cut_to_one_record_of_the_kernel() {
+        assert_eq!(record("short"), "<0>short\n");
+        let record = record(&"\u{20ac}".repeat(1000));
+        assert!(record.len() <= 904 && record.ends_with("\u{20ac}\n"), "{}", record.len());
+    }
 }

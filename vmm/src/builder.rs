@@ -19,10 +19,10 @@ use crate::{
         mptable,
         registers::{self, RegisterError},
     },
-    bus::Bus,
+    bus::{Bus, BusDevice},
     config,
     control_socket::{Abilities, ControlError, ControlServer},
-    io_ports::{self, Console, Log, ResetLine},
+    io_ports::{self, Console, LastWords, Log, ResetLine},
     jail::{self, JailError, ThreadError},
     kvm::{self, KvmError},
     layout,
@@ -118,14 +118,18 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
 
     let mut ports = Bus::default();
     ports.insert(io_ports::KEYBOARD_PORT, io_ports::KEYBOARD_PORTS, Arc::new(ResetLine::new(exit.clone())));
-    if let Some(log) = host.console {
-        let console = Console::new(log, plug::interrupt(&fd, layout::SERIAL_GSI)?);
-        ports.insert(layout::SERIAL_PORT, io_ports::SERIAL_PORTS, Arc::new(console));
-    }
+    let last_words = Arc::new(LastWords::new());
+    let serial: Arc<dyn BusDevice> = match host.console {
+        Some(log) => Arc::new(Console::new(log, plug::interrupt(&fd, layout::SERIAL_GSI)?)),
+        None => last_words.clone(),
+    };
+    ports.insert(layout::SERIAL_PORT, io_ports::SERIAL_PORTS, serial);
 
     let mut slots = VirtioSlots::new(&fd, &memory);
     slots.plug(Box::new(host.rng))?;
-    slots.plug(Box::new(Vsock::new(host.vsock, root.vsock, GUEST_CID)?))?;
+    let vsock = Vsock::new(host.vsock, root.vsock, GUEST_CID)?;
+    let sockets = vsock.control();
+    slots.plug(Box::new(vsock))?;
     let mut shares = Vec::new();
     for (index, (share, dir)) in config.shares.iter().zip(root.shares).enumerate() {
         let source = |source| BuildError::Share { index, dir: share.dir.clone(), source };
@@ -167,7 +171,8 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
     }
 
     let io = GuestIo { mmio: Arc::new(mmio), ports: Arc::new(ports), exit };
-    Ok(Vm { vcpus, io, devices, size, shares, slots, saver: host.saver, control: host.control, fd, memory })
+    let Host { saver, control, .. } = host;
+    Ok(Vm { vcpus, io, last_words, devices, size, shares, sockets, slots, saver, control, fd, memory })
 }
 
 fn size(config: &VmConfig) -> Size {

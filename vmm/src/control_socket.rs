@@ -14,7 +14,7 @@ use std::{
     time::Duration,
 };
 
-use bulkhead_vmm_api::{ControlReply, ControlRequest, MAX_SERIAL, ShareCounts};
+use bulkhead_vmm_api::{ControlReply, ControlRequest, DeviceCounts, MAX_SERIAL, ShareCounts};
 use vmm_sys_util::{poll::PollContext, sock_ctrl_msg::ScmSocket};
 
 use crate::config;
@@ -52,6 +52,8 @@ pub enum Command {
     Resize { client: u32, memory_mib: u32 },
     /// Count the requests of the guest. The client with this token gets [`ControlServer::counts`].
     Counts { client: u32 },
+    /// Say what the devices have done. The client with this token gets [`ControlServer::device_counts`].
+    DeviceCounts { client: u32 },
     /// Add a network device with this address. The client with this token has sent its tap device, which
     /// [`ControlServer::take_file`] returns. It gets [`ControlServer::done`] or [`ControlServer::refuse`].
     AttachNic { client: u32, mac: [u8; 6] },
@@ -175,6 +177,11 @@ impl ControlServer {
         self.reply(client, &ControlReply::Counts { shares });
     }
 
+    /// Tells a client what the devices have done.
+    pub fn device_counts(&mut self, client: u32, counts: DeviceCounts) {
+        self.reply(client, &ControlReply::Devices(counts));
+    }
+
     /// Sends a client the last reply to its request.
     fn reply(&mut self, client: u32, reply: &ControlReply) {
         let Some(index) = self.clients.iter().position(|one| one.token == client) else { return };
@@ -248,6 +255,7 @@ impl Client {
                     return Ok(Some(Command::DetachBlock { client: self.token, serial }));
                 }
                 Answer::Counts => return Ok(Some(Command::Counts { client: self.token })),
+                Answer::DeviceCounts => return Ok(Some(Command::DeviceCounts { client: self.token })),
                 Answer::Resize { memory_mib } => {
                     self.missing_mib = Some(u32::MAX);
                     return Ok(Some(Command::Resize { client: self.token, memory_mib }));
@@ -272,6 +280,7 @@ impl Client {
             }
             Ok(ControlRequest::Resize { memory_mib }) => Answer::Resize { memory_mib },
             Ok(ControlRequest::Counts) => Answer::Counts,
+            Ok(ControlRequest::DeviceCounts) => Answer::DeviceCounts,
             Ok(ControlRequest::AttachNic { .. } | ControlRequest::AttachBlock { .. })
                 if abilities.can_save =>
             {
@@ -334,6 +343,8 @@ enum Answer {
     Accept(Command),
     /// The VM answers it at once.
     Counts,
+    /// The VM answers it at once.
+    DeviceCounts,
     /// The VM attaches a network device at once. The client has sent the file descriptor of a tap.
     AttachNic { mac: [u8; 6] },
     /// The VM attaches a block device at once. The client has sent a file descriptor of it.
@@ -452,6 +463,26 @@ mod tests {
         let counts = "{\"result\":\"counts\",\"shares\":[{\"tag\":\"share\",\"requests\":{}}]}";
         assert_eq!(replies.next().as_deref(), Some(counts));
         assert_eq!(replies.next().as_deref(), Some("{\"result\":\"ok\"}"));
+    }
+
+    #[test]
+    fn who_asks_for_counts_of_devices_too_gets_them_after_the_first() {
+        let mut server = Server::new();
+        let mut client = server.connect();
+        client.write_all(b"{\"op\":\"counts\"}\n{\"op\":\"device_counts\"}\n").unwrap();
+        let Some(Command::Counts { client: token }) = server.serve() else { panic!("no command") };
+        server.control.counts(token, Vec::new());
+        let Some(Command::DeviceCounts { client: token }) = server.serve() else { panic!("no command") };
+        server
+            .control
+            .device_counts(token, DeviceCounts { balloon_bytes: Some(0), ..DeviceCounts::default() });
+        let mut lines = BufReader::new(&client).lines().map(Result::unwrap);
+        assert_eq!(lines.next().unwrap(), r#"{"result":"counts","shares":[]}"#);
+        let devices = lines.next().unwrap();
+        assert!(
+            devices.starts_with(r#"{"result":"devices","balloon_bytes":0,"reported_bytes":null,"#),
+            "{devices}"
+        );
     }
 
     fn resize(server: &mut Server, memory_mib: u32) -> (UnixStream, Option<Command>) {

@@ -1,7 +1,8 @@
-//! The two devices at I/O ports: the keyboard controller, of which only the reset line exists, and a serial port if
-//! the guest has a console.
+//! The two devices at I/O ports: the keyboard controller, of which only the reset line exists, and a serial port. It is
+//! the guest's console, or it takes the last words of a guest without one.
 
 use std::{
+    collections::VecDeque,
     fs::{File, OpenOptions},
     io::{self, Write},
     os::unix::fs::OpenOptionsExt,
@@ -60,26 +61,81 @@ const MAX_CONSOLE: u64 = 4 << 20;
 /// The last line of a file that has reached this size.
 const CONSOLE_ENDS: &[u8] = b"\n(bulkhead: this file is full, the console goes on without it)\n";
 
-/// A 16550A serial port whose output is written to a file.
-pub struct Console {
-    serial: Mutex<Serial<Line, NoEvents, Log>>,
+/// A 16550A serial port whose output is written to `W`.
+pub struct SerialPort<W: Write> {
+    serial: Mutex<Serial<Line, NoEvents, W>>,
 }
 
-/// The interrupt of the serial port.
-struct Line(EventFd);
+/// The console of a guest, which is written to a file.
+pub type Console = SerialPort<Log>;
+
+/// The port of a guest without a console. Its kernel writes emergencies and panics only, and does not look for the port
+/// (`earlyprintk`), so an ordinary boot and a clone have no exits because of it. The end of the text is kept in memory.
+pub type LastWords = SerialPort<Tail>;
+
+/// The interrupt of the serial port. None: the driver polls.
+struct Line(Option<EventFd>);
 
 impl Trigger for Line {
     type E = io::Error;
 
     fn trigger(&self) -> io::Result<()> {
-        self.0.write(1)
+        self.0.as_ref().map_or(Ok(()), |line| line.write(1))
     }
 }
 
 impl Console {
     /// The output goes to `log`. `line` is registered with KVM as an irqfd.
     pub fn new(log: Log, line: EventFd) -> Self {
-        Self { serial: Mutex::new(Serial::new(Line(line), log)) }
+        Self { serial: Mutex::new(Serial::new(Line(Some(line)), log)) }
+    }
+}
+
+/// How much of the last words is kept, in bytes and in lines. A guest may write any amount. The text of a panic has
+/// about 2 KiB, and about 40 lines.
+const MOST_WORDS: usize = 4096;
+const MOST_LINES: usize = 64;
+
+/// The last [`MOST_WORDS`] bytes that were written.
+#[derive(Default)]
+pub struct Tail(VecDeque<u8>);
+
+impl Write for Tail {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        for byte in bytes {
+            if self.0.len() == MOST_WORDS {
+                self.0.pop_front();
+            }
+            self.0.push_back(*byte);
+        }
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl LastWords {
+    /// A guest that has said nothing yet.
+    pub fn new() -> Self {
+        Self { serial: Mutex::new(Serial::new(Line(None), Tail::default())) }
+    }
+
+    /// The last lines, without control characters. The first one may lack its beginning.
+    pub fn lines(&self) -> Vec<String> {
+        let bytes: Vec<u8> = lock(&self.serial).writer().0.iter().copied().collect();
+        let text = String::from_utf8_lossy(&bytes);
+        let shown = |line: &str| line.trim().replace(char::is_control, " ");
+        let lines: Vec<_> = text.split(['\n', '\r']).map(shown).filter(|line| !line.is_empty()).collect();
+        let first = lines.len().saturating_sub(MOST_LINES);
+        lines.into_iter().skip(first).collect()
+    }
+}
+
+impl Default for LastWords {
+    fn default() -> Self {
+        Self::new()
     }
 }
 
@@ -117,7 +173,7 @@ impl Write for Log {
     }
 }
 
-impl BusDevice for Console {
+impl<W: Write + Send> BusDevice for SerialPort<W> {
     fn read(&self, offset: u64, data: &mut [u8]) {
         // The registers have one byte. String I/O reads the same register repeatedly.
         for byte in data {
@@ -176,5 +232,44 @@ mod tests {
 
         console(&path).write(0, b"still here");
         assert_eq!(std::fs::metadata(&path).unwrap().len(), text.len() as u64);
+    }
+
+    /// Writes as Linux does with `earlyprintk`: sets the line up, then waits for the port before each byte.
+    fn kernel_writes(port: &LastWords, text: &[u8]) {
+        const SET_UP: [(u64, u8); 7] = [(3, 3), (1, 0), (2, 0), (4, 3), (3, 0x83), (0, b'x'), (1, b'y')];
+        for (register, value) in SET_UP {
+            port.write(register, &[value]);
+        }
+        port.write(3, &[3]);
+        for byte in text {
+            let mut status = [0];
+            port.read(5, &mut status);
+            assert_ne!(status[0] & 0x20, 0, "the port is not ready");
+            port.write(0, &[*byte]);
+        }
+    }
+
+    #[test]
+    fn the_last_words_of_a_guest_are_lines_without_control_characters() {
+        let port = LastWords::new();
+        assert!(port.lines().is_empty());
+        kernel_writes(&port, b"Kernel panic - not syncing: x\x1b[2J\r\n\r\n  Call Trace:\r\n\xff");
+        assert_eq!(port.lines(), ["Kernel panic - not syncing: x [2J", "Call Trace:", "\u{fffd}"]);
+    }
+
+    #[test]
+    fn a_guest_that_floods_the_port_takes_no_more_than_its_end() {
+        let port = LastWords::new();
+        // With its interrupt, and received by itself (loopback).
+        port.write(1, &[0xf]);
+        port.write(0, &vec![b'x'; 1 << 20]);
+        let [line] = port.lines().try_into().unwrap();
+        assert_eq!(line.len(), MOST_WORDS);
+        assert!(lock(&port.serial).writer().0.capacity() <= 2 * MOST_WORDS);
+        port.write(0, &b"y\n".repeat(1 << 16));
+        assert_eq!(port.lines(), vec!["y"; MOST_LINES]);
+        port.write(4, &[0x10]);
+        port.write(0, &[b'z'; 1 << 16]);
+        assert_eq!(port.lines(), vec!["y"; MOST_LINES], "what the port receives itself is not written");
     }
 }

@@ -5,6 +5,7 @@ use std::{
     sync::{Arc, PoisonError, RwLock},
 };
 
+use bulkhead_vmm_api::BlockCounts;
 use kvm_ioctls::{IoEventAddress, VmFd};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
@@ -124,6 +125,8 @@ pub struct DeviceSlots {
     free: Vec<(MmioDevice, Arc<Placeholder>)>,
     /// The block devices.
     disks: Vec<AttachedDisk>,
+    /// What the guest has requested of those that were taken away.
+    gone_counts: BlockCounts,
     /// The slots of devices that were taken away, until their drivers have reset them.
     gone: Vec<(MmioDevice, Arc<Placeholder>)>,
 }
@@ -140,7 +143,19 @@ impl DeviceSlots {
     /// All `slots` are free.
     pub fn new(net: NetThread, block: BlockThread, mut slots: Vec<(MmioDevice, Arc<Placeholder>)>) -> Self {
         slots.reverse();
-        Self { net, block, free: slots, disks: Vec::new(), gone: Vec::new() }
+        Self {
+            net,
+            block,
+            free: slots,
+            disks: Vec::new(),
+            gone_counts: BlockCounts::default(),
+            gone: Vec::new(),
+        }
+    }
+
+    /// What the guest has requested of all block devices that it has or had.
+    pub fn block_counts(&self) -> BlockCounts {
+        self.disks.iter().fold(self.gone_counts, |sum, disk| added(sum, disk.disk.counts()))
     }
 
     /// Puts a network device in the next slot.
@@ -174,6 +189,7 @@ impl DeviceSlots {
             device.hide();
         }
         self.gone.push((slot, placeholder));
+        self.gone_counts = added(self.gone_counts, disk.counts());
         if disk.close() { Ok(()) } else { Err(PlugError::Busy(serial.to_owned())) }
     }
 
@@ -203,6 +219,14 @@ impl DeviceSlots {
         let (slot, placeholder) = self.free.pop().ok_or(PlugError::Full)?;
         placeholder.set(Some(connect(vm, memory, slot, device)?));
         Ok((slot, placeholder))
+    }
+}
+
+fn added(one: BlockCounts, other: BlockCounts) -> BlockCounts {
+    BlockCounts {
+        requests: one.requests.saturating_add(other.requests),
+        read_bytes: one.read_bytes.saturating_add(other.read_bytes),
+        written_bytes: one.written_bytes.saturating_add(other.written_bytes),
     }
 }
 

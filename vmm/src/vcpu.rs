@@ -30,7 +30,7 @@ pub enum GuestExit {
     /// It reset, which it does also after a panic and instead of a power-off.
     #[error("the guest reset")]
     Reset,
-    #[error("the guest crashed: triple fault on vCPU {vcpu} (enable its console to see the reason)")]
+    #[error("the guest crashed: triple fault on vCPU {vcpu}")]
     TripleFault { vcpu: u8 },
     #[error("KVM could not run the guest: internal error {code} on vCPU {vcpu}")]
     KvmInternalError { vcpu: u8, code: u32 },

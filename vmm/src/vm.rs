@@ -6,7 +6,7 @@ use std::{
     sync::Arc,
 };
 
-use bulkhead_vmm_api::{BLOCK_MIB, RUNNING, ShareCounts};
+use bulkhead_vmm_api::{BLOCK_MIB, DeviceCounts, GUEST_SAYS, RUNNING, ShareCounts};
 use kvm_ioctls::{VcpuFd, VmFd};
 use nix::sys::{
     signal::{SigSet, Signal},
@@ -17,6 +17,7 @@ use vmm_sys_util::poll::PollContext;
 use crate::{
     GuestMemory,
     control_socket::{Command, ControlError, ControlServer, DiskRequest},
+    io_ports::LastWords,
     jail::ThreadRole,
     memory::{MemoryError, Slots},
     one_line,
@@ -25,7 +26,7 @@ use crate::{
     vcpu::{GuestExit, GuestIo, StartError, VcpuThreads},
     virtio::{
         balloon::BalloonControl, block::Block, fs::ShareControl, mem::MemControl, mmio::MmioTransport,
-        net::Net,
+        net::Net, vsock::VsockControl,
     },
 };
 
@@ -121,12 +122,16 @@ pub struct Vm {
     pub vcpus: Vec<VcpuFd>,
     /// All devices, and the event of the guest's end.
     pub io: GuestIo,
+    /// What the guest says when it ends. Nothing if it has a console.
+    pub last_words: Arc<LastWords>,
     /// The virtio devices, in the order of their addresses.
     pub devices: Vec<Arc<MmioTransport>>,
     /// Changes the size of the guest's memory.
     pub size: MemorySize,
     /// The shares.
     pub shares: Vec<ShareControl>,
+    /// The socket device.
+    pub sockets: VsockControl,
     /// The slots for devices that are attached later.
     pub slots: DeviceSlots,
     /// The files to which the VM can be saved.
@@ -174,11 +179,11 @@ impl Vm {
             let tokens: Vec<u32> = poll.wait()?.iter().map(|event| event.token()).collect();
             for token in tokens {
                 match token {
-                    GUEST => match self.io.exit.take() {
-                        Some(GuestExit::Reset) => return Ok(()),
-                        Some(exit) => return Err(VmError::Guest(exit)),
-                        None => {}
-                    },
+                    GUEST => {
+                        if let Some(exit) = self.io.exit.take() {
+                            return self.guest_ended(exit);
+                        }
+                    }
                     SIGNAL => return Ok(()),
                     MEMORY | BALLOON => self.report_memory(),
                     CONTROL => self.control.accept(&poll),
@@ -194,6 +199,10 @@ impl Vm {
                     }
                     Command::Resize { client, memory_mib } => self.resize(client, memory_mib),
                     Command::Counts { client } => self.count(client),
+                    Command::DeviceCounts { client } => {
+                        let counts = self.device_counts();
+                        self.control.device_counts(client, counts);
+                    }
                     Command::AttachNic { client, mac } => self.attach_nic(client, mac),
                     Command::AttachBlock { client, disk } => self.attach_block(client, &disk),
                     Command::DetachBlock { client, serial } => {
@@ -203,6 +212,18 @@ impl Vm {
                     Command::CloseUnmounted => self.shares.iter().for_each(|share| share.close_unmounted()),
                 }
             }
+        }
+    }
+
+    /// Prints what the guest has said before it ended.
+    fn guest_ended(&self, exit: GuestExit) -> Result<(), VmError> {
+        for line in self.last_words.lines() {
+            // If stderr is closed, nobody reads it.
+            let _ = writeln!(io::stderr(), "{GUEST_SAYS}{line}");
+        }
+        match exit {
+            GuestExit::Reset => Ok(()),
+            exit => Err(VmError::Guest(exit)),
         }
     }
 
@@ -219,6 +240,18 @@ impl Vm {
             |share: &ShareControl| ShareCounts { tag: share.tag().to_owned(), requests: share.requests() };
         let shares = self.shares.iter().map(counts).collect();
         self.control.counts(client, shares);
+    }
+
+    fn device_counts(&self) -> DeviceCounts {
+        let MemorySize { balloon, device, .. } = &self.size;
+        DeviceCounts {
+            balloon_bytes: balloon.as_ref().map(BalloonControl::inflated),
+            reported_bytes: balloon.as_ref().map(BalloonControl::reported),
+            plugged_bytes: device.as_ref().map(MemControl::plugged),
+            block: Some(self.slots.block_counts()),
+            vsock_received_bytes: Some(self.sockets.received()),
+            vsock_sent_bytes: Some(self.sockets.sent()),
+        }
     }
 
     fn attach_nic(&mut self, client: u32, mac: [u8; 6]) {

@@ -58,7 +58,7 @@ struct Each {
     number: fn(&Sample) -> Option<u64>,
 }
 
-const EACH: [Each; 16] = [
+const EACH: [Each; 24] = [
     Each {
         name: "bulkhead_pod_up",
         help: "Whether the shim of the pod lives and its VMM answers.",
@@ -157,6 +157,54 @@ const EACH: [Each; 16] = [
         help: "Packets that the guest has sent.",
         kind: Kind::Counter,
         number: |sample| sample.usage.network.map(|network| network.sent_packets),
+    },
+    Each {
+        name: "bulkhead_pod_balloon_bytes",
+        help: "Memory of the guest that its balloon has taken away.",
+        kind: Kind::Gauge,
+        number: |sample| sample.usage.devices.balloon_bytes,
+    },
+    Each {
+        name: "bulkhead_pod_free_page_reported_bytes_total",
+        help: "Memory that the guest has reported as free, and that went back to the host.",
+        kind: Kind::Counter,
+        number: |sample| sample.usage.devices.reported_bytes,
+    },
+    Each {
+        name: "bulkhead_pod_plugged_memory_bytes",
+        help: "Memory that the guest has plugged, beside the memory that it began with.",
+        kind: Kind::Gauge,
+        number: |sample| sample.usage.devices.plugged_bytes,
+    },
+    Each {
+        name: "bulkhead_pod_block_requests_total",
+        help: "Requests of the guest to its block devices.",
+        kind: Kind::Counter,
+        number: |sample| sample.usage.devices.block.map(|block| block.requests),
+    },
+    Each {
+        name: "bulkhead_pod_block_read_bytes_total",
+        help: "Bytes that the guest has read from its block devices.",
+        kind: Kind::Counter,
+        number: |sample| sample.usage.devices.block.map(|block| block.read_bytes),
+    },
+    Each {
+        name: "bulkhead_pod_block_written_bytes_total",
+        help: "Bytes that the guest has written to its block devices.",
+        kind: Kind::Counter,
+        number: |sample| sample.usage.devices.block.map(|block| block.written_bytes),
+    },
+    Each {
+        name: "bulkhead_pod_vsock_receive_bytes_total",
+        help: "Payload that the guest has received from the shim: requests, and standard input.",
+        kind: Kind::Counter,
+        number: |sample| sample.usage.devices.vsock_received_bytes,
+    },
+    Each {
+        name: "bulkhead_pod_vsock_transmit_bytes_total",
+        help: "Payload that the guest has sent to the shim: answers, and standard output.",
+        kind: Kind::Counter,
+        number: |sample| sample.usage.devices.vsock_sent_bytes,
     },
 ];
 

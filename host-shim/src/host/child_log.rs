@@ -26,6 +26,15 @@ const TURN: Duration = Duration::from_millis(100);
 
 /// Logs the lines of a program's standard error, each cut to [`LINE`] bytes. Returns the last line.
 pub(crate) async fn read_lines(who: String, stderr: Option<impl AsyncRead + Unpin>) -> String {
+    read_own_lines(who, stderr, |_| true).await
+}
+
+/// Does the same with a program that also passes on what others say. Returns the last line that `is_own`.
+pub(crate) async fn read_own_lines(
+    who: String,
+    stderr: Option<impl AsyncRead + Unpin>,
+    mut is_own: impl FnMut(&str) -> bool,
+) -> String {
     let Some(mut stderr) = stderr else { return String::new() };
     let (mut line, mut last) = (Vec::new(), String::new());
     let mut limit = LogLimit::new(LINES, WINDOW);
@@ -47,7 +56,9 @@ pub(crate) async fn read_lines(who: String, stderr: Option<impl AsyncRead + Unpi
                 let text = one_line(String::from_utf8_lossy(&line).trim());
                 if !text.is_empty() {
                     log(&mut limit, &who, &text);
-                    last = text;
+                    if is_own(&text) {
+                        last = text;
+                    }
                 }
                 line.clear();
             } else if line.len() < LINE {
@@ -85,6 +96,19 @@ mod tests {
         let text = [vec![b'x'; 3 * LINE], b"\nlast".to_vec()].concat();
         assert_eq!(read_lines(who(), Some(text.as_slice())).await, "last");
         assert_eq!(read_lines(who(), Some(vec![b'y'; 3 * LINE].as_slice())).await.len(), LINE);
+    }
+
+    #[tokio::test]
+    async fn what_a_program_passes_on_is_not_its_last_line() {
+        let text = &b"first\nguest: one\nown\nguest: two\x1b[2J\n"[..];
+        let mut passed_on = Vec::new();
+        let is_own = |line: &str| {
+            let of_guest = line.strip_prefix("guest: ");
+            passed_on.extend(of_guest.map(str::to_owned));
+            of_guest.is_none()
+        };
+        assert_eq!(read_own_lines("child".into(), Some(text), is_own).await, "own");
+        assert_eq!(passed_on, ["one", "two [2J"]);
     }
 
     #[tokio::test(start_paused = true)]

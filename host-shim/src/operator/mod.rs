@@ -18,6 +18,7 @@ mod usage;
 
 pub use address::{ContainerPlace, PodAddress, PodAddressError, pod_address};
 pub use build::{BuildError, Built, build_templates};
+pub use bulkhead_vmm_api::{BlockCounts, DeviceCounts};
 pub use events::{Event, EventKind, Follower, Observed, PodName};
 pub use failures::{failures, forget_failures};
 pub use garbage::{Garbage, Removed, garbage, remove_garbage};

@@ -83,8 +83,8 @@ struct Looked {
     vmm: Option<VmConfig>,
 }
 
-/// The requests for files that a VMM has counted, of each share.
-type Answer = io::Result<Vec<(String, u64)>>;
+/// What a VMM has counted.
+type Answer = io::Result<usage::Answer>;
 
 enum Found {
     /// None: there is no such pod any more.
@@ -209,8 +209,9 @@ fn without_answer(path: &Path) -> Sample {
 fn with_answer(looked: Looked, answer: Option<Answer>) -> Sample {
     let Looked { mut sample, vmm } = looked;
     let problem = match answer {
-        Some(Ok(requests)) => {
-            sample.usage.file_requests = requests;
+        Some(Ok(answer)) => {
+            sample.usage.file_requests = answer.file_requests;
+            sample.usage.devices = answer.devices;
             sample.is_up = sample.pod.shim_pid.is_some();
             return sample;
         }
@@ -348,7 +349,8 @@ mod tests {
         let (mut client, _) = listener.accept().unwrap();
         assert_eq!(listener.accept().unwrap_err().kind(), io::ErrorKind::WouldBlock);
         // The VMM goes on. When the thread has its answer, the VMM can be asked again.
-        client.write_all(b"{\"result\":\"counts\",\"shares\":[]}\n").unwrap();
+        let older = b"{\"result\":\"counts\",\"shares\":[]}\n{\"result\":\"error\",\"message\":\"x\"}\n";
+        client.write_all(older).unwrap();
         while !lock(&sampler.busy).is_empty() {
             thread::yield_now();
         }
@@ -358,7 +360,10 @@ mod tests {
         let vmm = thread::spawn(move || {
             let (mut client, _) = listener.accept().unwrap();
             // Who closes before it has read breaks the pipe of the one who asks.
-            BufReader::new(&client).read_line(&mut String::new()).unwrap();
+            let mut requests = BufReader::new(client.try_clone().unwrap());
+            for _ in 0..2 {
+                requests.read_line(&mut String::new()).unwrap();
+            }
             let answer = br#"{"result":"counts","shares":[{"tag":"share","requests":{"LOOKUP":3}}]}"#;
             client.write_all(answer).unwrap();
             client.write_all(b"\n").unwrap();

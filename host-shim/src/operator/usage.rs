@@ -8,7 +8,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use bulkhead_vmm_api::{ControlReply, ControlRequest, VmConfig};
+use bulkhead_vmm_api::{ControlReply, ControlRequest, DeviceCounts, VmConfig};
 use rustix::{
     net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with},
     param::clock_ticks_per_second,
@@ -39,6 +39,8 @@ pub struct Usage {
     pub network: Option<NetworkUsage>,
     /// The requests of the guest for files, of each share. Empty: the VMM has not answered.
     pub file_requests: Vec<(String, u64)>,
+    /// What the devices of the VM have done. Nothing is known if the VMM has not answered, or is of an older version.
+    pub devices: DeviceCounts,
     /// The pod's cgroup.
     pub cgroup: CgroupUsage,
 }
@@ -101,6 +103,7 @@ pub(super) fn of(vmm: ProcessId, config: &VmConfig) -> Usage {
         kvm_exits: kvm_exits(Path::new(KVM), vmm.pid),
         network: read(&proc.join("net/dev")).as_deref().and_then(network),
         file_requests: Vec::new(),
+        devices: DeviceCounts::default(),
         cgroup: cgroup(&config.cgroup_procs),
     }
 }
@@ -203,10 +206,19 @@ fn cgroup(procs: &[PathBuf]) -> CgroupUsage {
     usage
 }
 
-/// Asks the VMM how many requests for files there were of each of its shares. Waits until the VMM answers, or ends: if
+/// What a VMM has answered.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) struct Answer {
+    /// As [`Usage::file_requests`].
+    pub(super) file_requests: Vec<(String, u64)>,
+    /// As [`Usage::devices`].
+    pub(super) devices: DeviceCounts,
+}
+
+/// Asks the VMM how many requests for files there were of each of its shares, and what its devices have done. Waits until the VMM answers, or ends: if
 /// each look at a VMM that hangs made a connection and gave it up, they would all wait for the VMM. An error: it cannot
 /// be asked, or its answer is of no use.
-pub(super) fn ask(state: &Path, config: &VmConfig) -> io::Result<Vec<(String, u64)>> {
+pub(super) fn ask(state: &Path, config: &VmConfig) -> io::Result<Answer> {
     let directory = File::open(state)?;
     // A path that fits sun_path (unix(7)) always.
     let path = Path::new("/proc/self/fd").join(directory.as_raw_fd().to_string()).join(&config.control);
@@ -215,14 +227,30 @@ pub(super) fn ask(state: &Path, config: &VmConfig) -> io::Result<Vec<(String, u6
     // If too many clients wait already, it does not wait with them.
     connect(&socket, &SocketAddrUnix::new(&path)?)?;
     let mut stream = UnixStream::from(socket);
-    // The line is short, and the socket takes it at once.
-    writeln!(stream, "{}", serde_json::to_string(&ControlRequest::Counts)?)?;
+    // The lines are short, and the socket takes them at once.
+    let [shares, devices] =
+        [ControlRequest::Counts, ControlRequest::DeviceCounts].map(|request| serde_json::to_string(&request));
+    stream.write_all(format!("{}\n{}\n", shares?, devices?).as_bytes())?;
     stream.set_nonblocking(false)?;
+    let mut stream = BufReader::new(stream).take(MOST_BYTES);
     let mut line = Vec::new();
-    if BufReader::new(stream).take(MOST_BYTES).read_until(b'\n', &mut line)? == 0 {
+    if stream.read_until(b'\n', &mut line)? == 0 {
         return Err(io::ErrorKind::UnexpectedEof.into());
     }
-    match serde_json::from_slice(&line)? {
+    let file_requests = file_requests(&line, config)?;
+    line.clear();
+    // A VMM of an older version refuses the request: then what its devices have done is not known, which is no error.
+    let devices =
+        match stream.read_until(b'\n', &mut line).ok().and_then(|_| serde_json::from_slice(&line).ok()) {
+            Some(ControlReply::Devices(devices)) => devices,
+            _ => DeviceCounts::default(),
+        };
+    Ok(Answer { file_requests, devices })
+}
+
+/// The numbers in the answer of a VMM.
+fn file_requests(line: &[u8], config: &VmConfig) -> io::Result<Vec<(String, u64)>> {
+    match serde_json::from_slice(line)? {
         ControlReply::Counts { shares } => {
             let count = |tag: &str| {
                 let of_tag = shares.iter().filter(|share| share.tag == tag);
@@ -239,6 +267,7 @@ pub(super) fn ask(state: &Path, config: &VmConfig) -> io::Result<Vec<(String, u6
 mod tests {
     use std::{os::unix::net::UnixListener, thread};
 
+    use bulkhead_vmm_api::BlockCounts;
     use rustix::net::{bind, listen};
 
     use super::*;
@@ -310,18 +339,21 @@ mod tests {
         serde_json::from_value(text).unwrap()
     }
 
-    fn asked(answer: &'static str) -> io::Result<Vec<(String, u64)>> {
+    fn asked(answer: &'static str) -> io::Result<Answer> {
         let dir = tempfile::tempdir().unwrap();
         let listener = UnixListener::bind(dir.path().join("control.sock")).unwrap();
         let vmm = thread::spawn(move || {
             let (mut stream, _) = listener.accept().unwrap();
             // If the client has gone, there is nobody to tell.
             _ = stream.write_all(answer.as_bytes());
-            _ = BufReader::new(stream).read_line(&mut String::new());
+            let mut requests = BufReader::new(stream);
+            for _ in 0..2 {
+                _ = requests.read_line(&mut String::new());
+            }
         });
-        let counts = ask(dir.path(), &config());
+        let answer = ask(dir.path(), &config());
         vmm.join().unwrap();
-        counts
+        answer
     }
 
     #[test]
@@ -329,11 +361,30 @@ mod tests {
         let answer = r#"{"result":"counts","shares":[{"tag":"share","requests":{"LOOKUP":2,"\"}":18446744073709551615}},
             {"tag":"evil\n","requests":{"x":1}}]}"#;
         let answer = answer.replace('\n', "");
-        let counts = asked(Box::leak(format!("{answer}\n").into_boxed_str())).unwrap();
-        assert_eq!(counts, [("share".to_owned(), u64::MAX)]);
+        let answer = asked(Box::leak(format!("{answer}\n").into_boxed_str())).unwrap();
+        assert_eq!(answer.file_requests, [("share".to_owned(), u64::MAX)]);
         for wrong in ["{\"result\":\"ok\"}\n", "no JSON\n"] {
             assert_eq!(asked(wrong).unwrap_err().kind(), io::ErrorKind::InvalidData, "{wrong}");
         }
+    }
+
+    #[test]
+    fn what_an_older_vmm_does_not_count_is_not_known() {
+        let devices = |second: &str| {
+            let answer = format!("{{\"result\":\"counts\",\"shares\":[]}}\n{second}");
+            asked(Box::leak(answer.into_boxed_str())).unwrap().devices
+        };
+        let counted =
+            r#"{"result":"devices","balloon_bytes":4096,"block":{"requests":2,"later":1},"later":[1]}"#;
+        let block = BlockCounts { requests: 2, ..BlockCounts::default() };
+        let expected =
+            DeviceCounts { balloon_bytes: Some(4096), block: Some(block), ..DeviceCounts::default() };
+        assert_eq!(devices(&format!("{counted}\n")), expected);
+        for unknown in ["{\"result\":\"error\",\"message\":\"not a request\"}\n", "no JSON\n", "", "{"] {
+            assert_eq!(devices(unknown), DeviceCounts::default(), "{unknown}");
+        }
+        let wrong = r#"{"result":"devices","balloon_bytes":-1}"#;
+        assert_eq!(devices(&format!("{wrong}\n")), DeviceCounts::default());
     }
 
     #[test]

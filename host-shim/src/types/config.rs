@@ -84,7 +84,8 @@ pub struct Config {
     pub hugepages: bool,
     /// Start VMs as clones of one that was saved when it had booted, where nothing speaks against it.
     pub templates: bool,
-    /// Keep the guest's serial console in the pod's `console/console.log`. It slows the boot.
+    /// Keep the guest's serial console in the pod's `console/console.log`. It slows the boot. Without it only the last
+    /// words of the guest's kernel are logged.
     pub console: bool,
     /// The least severe level that is logged.
     pub log_level: LogLevel,

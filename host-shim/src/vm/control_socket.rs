@@ -185,7 +185,9 @@ impl Reached {
             ControlReply::Ok => Ok(Self { memory_mib: requested_mib, is_last: true }),
             ControlReply::Memory { memory_mib } => Ok(Self { memory_mib, is_last: false }),
             ControlReply::Error { message } => Err(ResizeError::Refused(message)),
-            ControlReply::Counts { .. } => Err(io::Error::from(io::ErrorKind::InvalidData).into()),
+            ControlReply::Counts { .. } | ControlReply::Devices(_) => {
+                Err(io::Error::from(io::ErrorKind::InvalidData).into())
+            }
         }
     }
 }

@@ -231,7 +231,7 @@ async fn make(launcher: &mut Launcher<'_>, vm: &VmConfig, unfinished: &Path) -> 
 async fn save(vm: &Vm) -> Result<(), TemplateError> {
     match vm.control().save().await.map_err(TemplateError::Control)? {
         ControlReply::Ok => {}
-        ControlReply::Memory { .. } | ControlReply::Counts { .. } => {
+        ControlReply::Memory { .. } | ControlReply::Counts { .. } | ControlReply::Devices(_) => {
             return Err(TemplateError::Control(io::ErrorKind::InvalidData.into()));
         }
         ControlReply::Error { message } => return Err(TemplateError::Save(message)),

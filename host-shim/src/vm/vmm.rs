@@ -16,7 +16,7 @@ use std::{
 };
 
 use bulkhead_agent_api::{API_VERSION as AGENT_API_VERSION, READY_PORT};
-use bulkhead_vmm_api::{EXIT_NO_KVM, EXIT_NOT_RESTORED, RUNNING, VmConfig};
+use bulkhead_vmm_api::{EXIT_NO_KVM, EXIT_NOT_RESTORED, GUEST_SAYS, RUNNING, VmConfig};
 use rustix::process::Signal;
 use tokio::{
     io::{AsyncRead, AsyncReadExt},
@@ -29,7 +29,7 @@ use tokio::{
 use crate::{
     host::{
         blocking,
-        child_log::read_lines,
+        child_log::read_own_lines,
         journal::{Effect, Journal},
         patience::{Patience, Progress},
         process_id::{ProcessId, VMM_OPTION, spawn_alone},
@@ -101,9 +101,9 @@ pub(crate) enum VmExit {
     /// With its VMM.
     Ended {
         status: ExitStatus,
-        /// The last line that the VMM wrote to its standard error: the reason, if there is one.
+        /// The last line of its own that the VMM wrote to its standard error: the reason, if there is one.
         last_words: String,
-        /// What is known of the guest's end, if the guest has ended the VM.
+        /// What is known of the guest's end, if the guest has said something, or has ended the VM.
         guest: Option<String>,
     },
     /// The VMM was killed, and a thread of it hangs in the host's kernel. No other thread of it runs, and so no vCPU.
@@ -182,13 +182,16 @@ impl std::fmt::Display for VmExit {
                 "the VMM, process {pid}, was killed and does not end: most likely a disk or a file system of the host \
                  hangs; what it was writing may still reach the disk when that continues"
             ),
+            Self::Ended { status, guest: Some(guest), .. } if status.success() => {
+                write!(formatter, "{GUEST_ENDED}; {guest}")
+            }
             // The last line of a VMM that was killed is not the reason of its end.
-            Self::Ended { status, last_words, .. }
+            Self::Ended { status, last_words, guest }
                 if !last_words.is_empty() && status.signal() != Some(Signal::KILL.as_raw()) =>
             {
-                formatter.write_str(last_words)
+                formatter.write_str(last_words)?;
+                guest.iter().try_for_each(|guest| write!(formatter, "; {guest}"))
             }
-            Self::Ended { guest: Some(guest), .. } => write!(formatter, "{GUEST_ENDED}; {guest}"),
             Self::Ended { status, .. } => {
                 write!(formatter, "the VMM ended and gave no reason ({status})")
             }
@@ -438,22 +441,45 @@ impl Vm {
 
 /// Waits for the VMM's end, and publishes it. `console` is the file with the guest's console, if there is one.
 async fn attend(mut child: Child, end: watch::Sender<Option<VmExit>>, console: Option<PathBuf>) {
-    let stderr = tokio::spawn(read_lines("vmm".into(), child.stderr.take()));
+    let stderr = tokio::spawn(hear(child.stderr.take()));
     match child.wait().await {
         Ok(status) => {
-            let last_words = match tokio::time::timeout(LAST_WORDS, stderr).await {
-                Ok(Ok(line)) => line,
-                Ok(Err(_)) | Err(_) => String::new(),
+            let Heard { last_words, guest } = match tokio::time::timeout(LAST_WORDS, stderr).await {
+                Ok(Ok(heard)) => heard,
+                Ok(Err(_)) | Err(_) => Heard::default(),
             };
-            let guest = match status.success() && last_words.is_empty() {
-                true => Some(console_says(console).await),
-                false => None,
+            let guest = match guest {
+                Some(line) => Some(format!("its last words: {line}")),
+                None if status.success() && last_words.is_empty() => Some(console_says(console).await),
+                None => None,
             };
             tracing::info!(%status, "the VMM ended");
             end.send_replace(Some(VmExit::Ended { status, last_words, guest }));
         }
         Err(e) => tracing::error!(error = chain(&e), "cannot wait for the VMM"),
     }
+}
+
+/// What a VMM has written to its standard error.
+#[derive(Debug, Default, PartialEq)]
+struct Heard {
+    /// The last line of its own.
+    last_words: String,
+    /// The line of its guest that has the reason of the end, or else the last one.
+    guest: Option<String>,
+}
+
+/// Logs what the VMM says, and what its guest has said when it ended.
+async fn hear(stderr: Option<impl AsyncRead + Unpin>) -> Heard {
+    let (mut reason, mut last) = (None, None);
+    let is_own = |line: &str| {
+        let Some(line) = line.strip_prefix(GUEST_SAYS) else { return true };
+        let place = if is_reason(&line) { &mut reason } else { &mut last };
+        *place = Some(line.to_owned());
+        false
+    };
+    let last_words = read_own_lines("vmm".into(), stderr, is_own).await;
+    Heard { last_words, guest: reason.or(last) }
 }
 
 /// What the user can do about a guest that was not ready in time.
@@ -486,9 +512,12 @@ fn console_text(console: &Path) -> String {
     String::from_utf8_lossy(&read().unwrap_or_default()).into_owned()
 }
 
+fn is_reason(line: &&str) -> bool {
+    REASONS.iter().any(|reason| line.contains(reason))
+}
+
 /// The line of a console that has the reason of an end: the kernel's, the agent's, or else the last one.
 fn last_line(text: &str) -> String {
-    let is_reason = |line: &&str| REASONS.iter().any(|reason| line.contains(reason));
     let line = text.lines().rfind(is_reason).or(text.lines().rfind(|line| !line.trim().is_empty()));
     match line {
         Some(line) => format!("its console ends with: {}", one_line(line.trim())),
@@ -567,6 +596,28 @@ mod tests {
         let error = host.boot(&script).await.unwrap_err().to_string();
         assert_eq!(error, format!("the VM ended: {GUEST_ENDED}; its console ends with: {panic}"));
         host.remove();
+    }
+
+    #[tokio::test]
+    async fn a_guest_without_a_console_that_panics_is_reported_with_its_last_words() {
+        let mut host = host();
+        let panic = "Kernel panic - not syncing: Attempted to kill init!";
+        let script = format!("for it in one '{panic}' two; do echo guest: $it >&2; done");
+        let error = host.boot(&script).await.unwrap_err().to_string();
+        assert_eq!(error, format!("the VM ended: {GUEST_ENDED}; its last words: {panic}"));
+        fs::remove_file(host.state.path().join("vsock.sock_1026")).unwrap();
+        let script = "echo 'guest: BUG: oops' >&2; echo 'bulkhead-vmm: triple fault' >&2; exit 1";
+        let error = host.boot(script).await.unwrap_err().to_string();
+        assert_eq!(error, "the VM ended: bulkhead-vmm: triple fault; its last words: BUG: oops");
+        host.remove();
+    }
+
+    #[tokio::test]
+    async fn a_guest_chooses_neither_the_lines_of_its_vmm_nor_their_number() {
+        let flood = "guest: x\u{1b}[2Jy bulkhead-vmm: forged\n".repeat(1000);
+        let heard = hear(Some([flood.as_bytes(), &[b'z'; 1 << 16]].concat().as_slice())).await;
+        let guest = Some("x [2Jy bulkhead-vmm: forged".to_owned());
+        assert_eq!(heard, Heard { last_words: "z".repeat(4096), guest });
     }
 
     #[tokio::test]

@@ -49,6 +49,10 @@ pub const ROOTFS: &str = "rootfs";
 /// The line that the VMM writes to its standard output when the vCPUs run.
 pub const RUNNING: &str = "running";
 
+/// How a line on the standard error of the VMM begins that the guest has said, when it ended. The rest of the line is the
+/// guest's choice, without control characters.
+pub const GUEST_SAYS: &str = "guest: ";
+
 /// The configuration of a VM. Relative paths are relative to the working directory of the VMM.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -75,8 +79,9 @@ pub struct VmConfig {
     /// be even, and `save_to` and `restore_from` must be absent.
     #[serde(default)]
     pub hugepages: bool,
-    /// The file to which the output of the guest's serial console is appended. None: the guest has no serial port,
-    /// which makes it boot faster.
+    /// The file to which the output of the guest's serial console is appended. None: the guest's kernel writes
+    /// emergencies and panics only, which makes it boot faster. The VMM prints the last of them when the guest ends
+    /// ([`GUEST_SAYS`]).
     #[serde(default)]
     pub console: Option<PathBuf>,
     /// The Unix socket for [`ControlRequest`]s. The VMM creates it but cannot remove it, because it is in a jail
@@ -163,6 +168,9 @@ pub enum ControlRequest {
     /// Counts what the guest has requested of the devices since the VMM has started. The reply is
     /// [`ControlReply::Counts`].
     Counts,
+    /// Says what the devices have done since the VMM has started. The reply is [`ControlReply::Devices`]. An
+    /// older VMM, which does not know the request, replies [`ControlReply::Error`].
+    DeviceCounts,
     /// Adds a network device. A VM gets at most [`ATTACHABLE_DEVICES`] after its start. A file descriptor of its tap
     /// device, as [`tap::create`] makes one, is sent with the request (SCM_RIGHTS). The guest finds the device when it
     /// probes the placeholders on its command line again: until then they have the device ID 0 (virtio 1.3, 4.2.2). A
@@ -209,6 +217,8 @@ pub enum ControlReply {
         /// One for each of [`VmConfig::shares`].
         shares: Vec<ShareCounts>,
     },
+    /// The reply to [`ControlRequest::DeviceCounts`].
+    Devices(DeviceCounts),
     /// The request was not carried out.
     Error {
         /// The reason, in one line for an operator.
@@ -224,6 +234,37 @@ pub struct ShareCounts {
     pub tag: String,
     /// The number of FUSE requests by the name of their opcode (`LOOKUP`), of those that there were.
     pub requests: BTreeMap<String, u64>,
+}
+
+/// What the devices of a VM have done. None: the VM has no such device, or the VMM does not count that. A later version
+/// may have more fields.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct DeviceCounts {
+    /// Bytes that are in the balloon now.
+    pub balloon_bytes: Option<u64>,
+    /// Bytes that the guest has reported as free, and that went back to the host. The guest may use them again.
+    pub reported_bytes: Option<u64>,
+    /// Bytes that are plugged now by the memory device, beside the initial memory.
+    pub plugged_bytes: Option<u64>,
+    /// Of all block devices together, also of those that were taken away.
+    pub block: Option<BlockCounts>,
+    /// Payload of the socket device that the guest has received: standard input and requests to the agent.
+    pub vsock_received_bytes: Option<u64>,
+    /// Payload that the guest has sent.
+    pub vsock_sent_bytes: Option<u64>,
+}
+
+/// What the guest has requested of its block devices.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct BlockCounts {
+    /// Requests of all types, also those that failed.
+    pub requests: u64,
+    /// Bytes that were read.
+    pub read_bytes: u64,
+    /// Bytes that were written.
+    pub written_bytes: u64,
 }
 
 #[cfg(test)]

@@ -65,9 +65,12 @@ pub fn build(console: bool, devices: &[MmioDevice], extra: &[String]) -> Result<
     if console {
         add("console=ttyS0")?;
     } else {
-        // Each character that is written to a serial port causes an exit, and so does each step of probing for a
-        // serial port.
-        add("quiet")?;
+        // Each character that is written to a serial port causes two exits, and each step of probing for a serial port
+        // causes one. So the driver has no port, and only emergencies are written: those, and all that follows an oops
+        // or a panic (console_verbose()), go to the port that `earlyprintk` sets up with nine exits. The level comes
+        // first, because `earlyprintk` writes what the log has until then.
+        add("loglevel=1")?;
+        add("earlyprintk=ttyS0,115200,keep")?;
         add("8250.nr_uarts=0")?;
     }
     for device in devices {
@@ -90,17 +93,17 @@ mod tests {
     }
 
     #[test]
-    fn without_a_console_the_kernel_is_quiet_and_looks_for_no_serial_port() {
+    fn without_a_console_the_kernel_says_emergencies_only_and_looks_for_no_serial_port() {
         let line = text(false, &[], &[]);
-        assert!(line.contains("quiet 8250.nr_uarts=0"), "{line}");
-        assert!(!line.contains("console="), "{line}");
+        assert!(line.contains("loglevel=1 earlyprintk=ttyS0,115200,keep 8250.nr_uarts=0"), "{line}");
+        assert!(!line.contains(" console="), "{line}");
     }
 
     #[test]
     fn with_a_console_the_kernel_talks_to_it() {
         let line = text(true, &[], &[]);
         assert!(line.contains("console=ttyS0"), "{line}");
-        assert!(!line.contains("quiet"), "{line}");
+        assert!(!line.contains("loglevel") && !line.contains("earlyprintk"), "{line}");
     }
 
     #[test]

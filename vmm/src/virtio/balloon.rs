@@ -9,7 +9,10 @@ use std::{
     io,
     ops::Range,
     os::fd::AsRawFd,
-    sync::{Arc, Mutex},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
 use virtio_bindings::virtio_ids::VIRTIO_ID_BALLOON;
@@ -62,6 +65,8 @@ struct Shared {
     requested: EventFd,
     /// Tells the VMM that the driver has changed the balloon.
     progress: EventFd,
+    /// Bytes that the driver has reported as free.
+    reported: AtomicU64,
 }
 
 #[derive(Default)]
@@ -79,7 +84,12 @@ impl Balloon {
     /// A device whose balloon is empty.
     pub fn new() -> io::Result<Self> {
         let event = || EventFd::new(EFD_NONBLOCK | libc::EFD_CLOEXEC);
-        let shared = Shared { plan: Mutex::default(), requested: event()?, progress: event()? };
+        let shared = Shared {
+            plan: Mutex::default(),
+            requested: event()?,
+            progress: event()?,
+            reported: AtomicU64::default(),
+        };
         Ok(Self(Arc::new(shared)))
     }
 
@@ -106,6 +116,11 @@ impl BalloonControl {
     /// Bytes in the balloon.
     pub fn inflated(&self) -> u64 {
         u64::from(lock(&self.0.plan).inflated) * PAGE
+    }
+
+    /// Bytes that the driver has reported as free since the VMM has started. A part of a page counts, and stays.
+    pub fn reported(&self) -> u64 {
+        self.0.reported.load(Ordering::Relaxed)
     }
 
     /// Readable when [`BalloonControl::inflated`] may have changed.
@@ -202,7 +217,11 @@ impl Service<'_> {
                 self.count(|inflated| inflated.saturating_sub(pages.len() as u32))
             }
             // A reported page is the device's until its chain is used (5.5.6.7).
-            _ => chain.writable.slices().try_for_each(memory::release).map_err(ServeError::Release),
+            _ => {
+                chain.writable.slices().try_for_each(memory::release).map_err(ServeError::Release)?;
+                self.shared.reported.fetch_add(chain.writable.len() as u64, Ordering::Relaxed);
+                Ok(())
+            }
         }
     }
 
@@ -316,10 +335,12 @@ mod tests {
 
     #[test]
     fn what_is_reported_goes_back_to_the_host() {
-        let mut driver = guest(PAGE_REPORTING);
+        let mut device = Balloon::new().unwrap();
+        let mut driver = guest_of(&mut device, PAGE_REPORTING);
         let report = [(BUFFERS, 2 * PAGE as u32, WRITE), (BUFFERS + 5 * PAGE, PAGE as u32, WRITE)];
         driver.offer(REPORTING, 3, &report);
         assert_eq!(driver.wait_used(REPORTING), (3, 0));
+        assert_eq!((device.control().reported(), device.control().inflated()), (3 * PAGE, 0));
         let expected = [false, false, true, true, true, false, true, true, true, true];
         assert_eq!(kept(&driver), expected);
         assert_eq!(driver.read(BUFFERS, PAGE as usize), [0; PAGE as usize]);

@@ -4,7 +4,8 @@ use std::{
 };
 
 use bulkhead_host_shim::operator::{
-    Cause, CgroupUsage, CpuUsage, NetworkUsage, Origin, Phase, Sampler, StartRecord, Step,
+    BlockCounts, Cause, CgroupUsage, CpuUsage, DeviceCounts, NetworkUsage, Origin, Phase, Sampler,
+    StartRecord, Step,
 };
 
 use super::*;
@@ -31,6 +32,14 @@ fn node(id: &str) -> Node {
     sample.usage.cpu = Some(CpuUsage { vcpu: 1.5, fs: 0.0, other: 0.25 });
     sample.usage.file_requests = vec![("share".into(), u64::MAX)];
     sample.usage.kvm_exits = Some(7);
+    sample.usage.devices = DeviceCounts {
+        balloon_bytes: Some(4096),
+        reported_bytes: Some(0),
+        plugged_bytes: Some(128 << 20),
+        block: Some(BlockCounts { requests: 3, read_bytes: 512, written_bytes: 1024 }),
+        vsock_received_bytes: Some(1),
+        vsock_sent_bytes: Some(2),
+    };
     sample.container_oom_kills = Some(2);
     let phase = |step, duration_us| Phase { step, begin_us: 1, duration_us, caller: None };
     let phases = vec![phase(Step::Create, 300_000), phase(Step::BootVm, 250_000)];
@@ -153,6 +162,11 @@ fn numbers_have_base_units_and_the_labels_of_their_pod() {
         format!(r#"bulkhead_pod_cpu_seconds_total{{{labels},thread="vcpu"}} 1.5"#),
         format!(r#"bulkhead_pod_file_requests_total{{{labels},share="share"}} 18446744073709551615"#),
         format!("bulkhead_pod_kvm_exits_total{{{labels}}} 7"),
+        format!("bulkhead_pod_balloon_bytes{{{labels}}} 4096"),
+        format!("bulkhead_pod_free_page_reported_bytes_total{{{labels}}} 0"),
+        format!("bulkhead_pod_plugged_memory_bytes{{{labels}}} 134217728"),
+        format!("bulkhead_pod_block_written_bytes_total{{{labels}}} 1024"),
+        format!("bulkhead_pod_vsock_transmit_bytes_total{{{labels}}} 2"),
         "# TYPE bulkhead_pod_kvm_exits_total counter".to_owned(),
         r#"bulkhead_pods{state="running"} 1"#.to_owned(),
         r#"bulkhead_templates{state="complete"} 0"#.to_owned(),
@@ -163,7 +177,9 @@ fn numbers_have_base_units_and_the_labels_of_their_pod() {
         assert!(text.lines().any(|one| one == line), "{line}\nis not in\n{text}");
     }
     let text = super::text(&node_of_no_usage("demo"));
-    for name in ["memory", "cpu", "start", "containers", "vmm", "network", "file"] {
+    for name in
+        ["memory", "cpu", "start", "containers", "vmm", "network", "file", "balloon", "plugged", "block"]
+    {
         assert!(!text.contains(&format!("bulkhead_pod_{name}")), "what is not known is not 0: {text}");
     }
     parse(&text).unwrap();

@@ -8,9 +8,13 @@ use std::{
     ffi::{c_int, c_uint},
     fs::File,
     io,
-    sync::{Arc, Mutex},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
+use bulkhead_vmm_api::BlockCounts;
 use rustix::{
     fs::{FallocateFlags, FileType, OFlags, fallocate, fcntl_getfl, fstat},
     io::Errno,
@@ -66,6 +70,9 @@ pub struct Disk {
     pub(super) read_only: bool,
     /// Whether blocks can be discarded.
     pub(super) discards: bool,
+    requests: AtomicU64,
+    read_bytes: AtomicU64,
+    written_bytes: AtomicU64,
 }
 
 impl Disk {
@@ -93,7 +100,31 @@ impl Disk {
         }
         let discards = !read_only && (discards || !is_device);
         let file = Mutex::new(Some(Arc::new(file)));
-        Ok(Self { file, is_device, capacity: bytes / SECTOR, geometry, read_only, discards })
+        let [requests, read_bytes, written_bytes] = [(); 3].map(|()| AtomicU64::default());
+        let capacity = bytes / SECTOR;
+        Ok(Self {
+            file,
+            is_device,
+            capacity,
+            geometry,
+            read_only,
+            discards,
+            requests,
+            read_bytes,
+            written_bytes,
+        })
+    }
+
+    /// What the guest has requested of it.
+    pub fn counts(&self) -> BlockCounts {
+        let [requests, read_bytes, written_bytes] =
+            [&self.requests, &self.read_bytes, &self.written_bytes].map(|it| it.load(Ordering::Relaxed));
+        BlockCounts { requests, read_bytes, written_bytes }
+    }
+
+    /// Counts a request.
+    pub(super) fn count_request(&self) {
+        self.requests.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Closes the file. Each request fails from now on. Returns false if one is under way that still has the file.
@@ -112,7 +143,9 @@ impl Disk {
         slices: impl Iterator<Item = &'a VolatileSlice<'m>>,
         iovecs: &mut Iovecs,
     ) -> io::Result<usize> {
-        iovecs.read_at(&*self.file()?, slices, offset)
+        let count = iovecs.read_at(&*self.file()?, slices, offset)?;
+        self.read_bytes.fetch_add(count as u64, Ordering::Relaxed);
+        Ok(count)
     }
 
     /// Writes some or all of `slices`. Returns the number of bytes.
@@ -122,7 +155,9 @@ impl Disk {
         slices: impl Iterator<Item = &'a VolatileSlice<'m>>,
         iovecs: &mut Iovecs,
     ) -> io::Result<usize> {
-        iovecs.write_at(&*self.file()?, slices, offset)
+        let count = iovecs.write_at(&*self.file()?, slices, offset)?;
+        self.written_bytes.fetch_add(count as u64, Ordering::Relaxed);
+        Ok(count)
     }
 
     /// Makes all that was written durable.

@@ -144,6 +144,7 @@ impl Requests<'_> {
         // The status remains.
         let input = writable.split_front(room);
         let (kind, sector) = parse(&header);
+        self.disk.count_request();
         let (status, written) = match self.perform(kind, sector, readable, input) {
             Ok(written) => (VIRTIO_BLK_S_OK, written),
             Err(Failure::Unsupported) => (VIRTIO_BLK_S_UNSUPP, 0),

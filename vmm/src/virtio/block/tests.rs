@@ -1,5 +1,6 @@
 use std::{fs::File, os::unix::fs::FileExt};
 
+use bulkhead_vmm_api::BlockCounts;
 use virtio_bindings::virtio_blk::*;
 use virtio_queue::desc::split::Descriptor;
 
@@ -95,6 +96,8 @@ fn what_is_written_is_in_the_file_and_is_read_again() {
         let last = (DATA, 512, WRITE);
         assert_eq!(guest.request(VIRTIO_BLK_T_IN, SECTORS - 1, &[last]), (OK, 513));
         assert_eq!(guest.request(VIRTIO_BLK_T_IN, SECTORS, &[]), (OK, 1));
+        let counts = BlockCounts { requests: 5, read_bytes: 1536 + 512, written_bytes: 1024 };
+        assert_eq!(guest.device.disk().counts(), counts);
     }
 }
 

@@ -23,7 +23,10 @@ use nix::{
 use virtio_bindings::{virtio_ids::VIRTIO_ID_VSOCK, virtio_ring::VIRTIO_RING_F_EVENT_IDX};
 use virtio_queue::QueueT;
 
-use self::{host_sockets::HostSockets, transfer::Service};
+use self::{
+    host_sockets::{HostSockets, Payload},
+    transfer::Service,
+};
 use super::{Activation, ActiveQueue, VirtioDevice, config_space::read_config, device, device_threads::Job};
 use crate::jail::ThreadRole;
 
@@ -70,7 +73,27 @@ impl Vsock {
         let flags = TimerFlags::TFD_CLOEXEC | TimerFlags::TFD_NONBLOCK;
         let retry = TimerFd::new(ClockId::CLOCK_MONOTONIC, flags).map_err(VsockError::Timer)?;
         let (listener, retry) = (Arc::new(listener), Arc::new(retry));
-        Ok(Self { host: HostSockets { listener, retry, path, guest_cid } })
+        Ok(Self { host: HostSockets { listener, retry, path, guest_cid, payload: Arc::default() } })
+    }
+
+    /// The VMM's side of the device.
+    pub fn control(&self) -> VsockControl {
+        VsockControl(self.host.payload.clone())
+    }
+}
+
+/// The VMM's side of the device: how much has passed it.
+pub struct VsockControl(Arc<Payload>);
+
+impl VsockControl {
+    /// Bytes of payload that the guest has received since the VMM has started.
+    pub fn received(&self) -> u64 {
+        self.0.received()
+    }
+
+    /// Bytes of payload that the guest has sent.
+    pub fn sent(&self) -> u64 {
+        self.0.sent()
     }
 }
 

@@ -219,6 +219,8 @@ fn a_client_of_the_host_talks_to_the_guest() {
 
     guest.send(guest.header(OP_RW, port, 1024), b"answer\n");
     assert_eq!(read_line(&mut client), "answer");
+    let control = guest.device.control();
+    assert_eq!((control.received(), control.sent()), (8, 7), "the payload is counted, and no header");
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, AsRawFd};
 use vmm_sys_util::{epoll::EventSet, eventfd::EventFd};
 
 use super::{
-    host_sockets::HostSockets,
+    host_sockets::{HostSockets, Payload},
     muxer::Muxer,
     packet::{HEADER_LEN, Header},
 };
@@ -53,6 +53,7 @@ pub(super) struct Service<'m> {
 /// The active device.
 struct Transfer<'m, 'e> {
     service: Service<'m>,
+    payload: &'e Payload,
     muxer: Muxer<'e>,
     /// Whether the transmit queue may contain packets for which the driver will not notify the device.
     tx_pending: bool,
@@ -73,7 +74,13 @@ impl Service<'_> {
             events.watch(fd, EventSet::IN, token)?;
         }
         let muxer = Muxer::new(&events, host, FIRST_MUXER_TOKEN);
-        events.run(&mut Transfer { service: self, muxer, tx_pending: true, rx_pending: true })
+        events.run(&mut Transfer {
+            service: self,
+            payload: &host.payload,
+            muxer,
+            tx_pending: true,
+            rx_pending: true,
+        })
     }
 }
 
@@ -105,6 +112,7 @@ impl Transfer<'_, '_> {
     /// Passes the guest's packets to the muxer, as long as it has room for its answers.
     fn receive(&mut self) -> Result<(), ServeError> {
         let (Service { memory, interrupt, tx, .. }, muxer) = (&mut self.service, &mut self.muxer);
+        let payload = self.payload;
         self.tx_pending = tx.serve(memory, interrupt, TURN, |mut chain: Chain| {
             if !muxer.can_receive() {
                 return Ok(Outcome::Postponed);
@@ -116,6 +124,7 @@ impl Transfer<'_, '_> {
             if header.len as usize > contained {
                 return Err(ServeError::Length { announced: header.len, contained });
             }
+            payload.add_sent(header.len);
             muxer.receive(&header, chain.readable.split_front(header.len as usize));
             Ok(Outcome::Used(0))
         })?;
@@ -125,6 +134,7 @@ impl Transfer<'_, '_> {
     /// Sends the muxer's packets to the guest, as long as the guest has buffers.
     fn send(&mut self) -> Result<(), ServeError> {
         let (Service { memory, interrupt, rx, .. }, muxer) = (&mut self.service, &mut self.muxer);
+        let payload = self.payload;
         self.rx_pending = rx.serve(memory, interrupt, TURN, |mut chain: Chain| {
             let len = chain.writable.len();
             let mut front = chain.writable.split_front(HEADER_LEN);
@@ -133,6 +143,7 @@ impl Transfer<'_, '_> {
             }
             let Some(header) = muxer.next_packet(&chain.writable) else { return Ok(Outcome::Postponed) };
             front.write(&header.to_bytes());
+            payload.add_received(header.len);
             Ok(Outcome::Used(HEADER_LEN as u32 + header.len))
         })?;
         Ok(())
