@@ -13,7 +13,12 @@ use std::{
 
 pub(crate) use finding::{Finding, Status};
 
-use crate::{config_file::ConfigFile, containerd::Containerd, output, run::nat::pasta};
+use crate::{
+    config_file::ConfigFile,
+    containerd::{self, Containerd},
+    output,
+    run::nat::pasta,
+};
 
 /// Checks this host, with this configuration of Bulkhead.
 pub(crate) fn check(config: &ConfigFile) -> Vec<Finding> {
@@ -29,9 +34,11 @@ pub(crate) fn check(config: &ConfigFile) -> Vec<Finding> {
     let containerd = Containerd::find(root);
     let version = containerd.version();
     let is_there = version.is_ok();
+    let configuration = is_there.then(|| containerd.configuration());
+    let labels = matches!(&configuration, Some(Ok(configuration)) if containerd::labels(configuration));
+    findings.extend(kernel::selinux(root, labels));
     findings.push(node::version(version, containerd.generator()));
-    if is_there {
-        let configuration = containerd.configuration();
+    if let Some(configuration) = configuration {
         let cni = configuration.as_ref().ok().map(|configuration| cni::cni(root, configuration));
         findings.extend([node::socket(root, &containerd), node::handler(configuration)]);
         findings.extend(cni);
@@ -94,7 +101,8 @@ mod tests {
     fn this_machine_is_checked_without_a_panic() {
         let findings = check(&ConfigFile { config: None });
         // Nothing is asked of a containerd that is not there.
-        assert!([12, 15].contains(&findings.len()), "{findings:#?}");
+        let always = findings.iter().filter(|finding| finding.check != "SELinux").count();
+        assert!([12, 15].contains(&always), "{findings:#?}");
         assert!(findings.iter().all(|it| it.status == Status::Ok || it.remedy.is_some()), "{findings:#?}");
     }
 }
