@@ -158,7 +158,7 @@ pub(super) fn selinux(root: &Path, labels: bool) -> Option<Finding> {
     // selinuxfs is mounted if SELinux is enabled.
     let enforce = fs::read_to_string(root.join("sys/fs/selinux/enforce"));
     let mode = enforce.ok().map(|text| if text.starts_with('1') { "enforcing" } else { "permissive" });
-    const TURN_OFF: &str = "set enable_selinux = false for containerd's CRI plugin, and restart containerd; the guest's kernel has no SELinux";
+    const TURN_OFF: &str = "set enable_selinux = false for containerd's CRI plugin, and restart containerd";
     let (found, remedy) = match (mode, labels) {
         (Some(mode), true) => (
             format!("{mode}, and containerd labels the containers of Kubernetes, so no pod of it starts"),
