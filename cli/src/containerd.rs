@@ -150,6 +150,12 @@ pub(crate) fn handlers(configuration: &Table) -> BTreeMap<String, String> {
     runtimes.flatten().map(runtime).collect()
 }
 
+/// Whether the CRI plugin gives containers labels of SELinux, if the host's kernel has SELinux.
+pub(crate) fn labels(configuration: &Table) -> bool {
+    let label = |plugin| configuration.get("plugins")?.get(plugin)?.get("enable_selinux")?.as_bool();
+    [CRI_V2, CRI_V3].into_iter().any(|plugin| label(plugin) == Some(true))
+}
+
 /// Where the CRI plugin looks for what makes the network of pods.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Cni {
@@ -226,6 +232,16 @@ mod tests {
         for other in ["", "plugins = 1", "[plugins.'io.containerd.grpc.v1.cri']\ncontainerd = []"] {
             assert!(handlers(other).is_empty());
         }
+    }
+
+    #[test]
+    fn labels_are_found_in_both_versions_of_the_configuration() {
+        let labels = |text: &str| labels(&toml::from_str(text).unwrap());
+        for plugin in [CRI_V2, CRI_V3] {
+            assert!(labels(&format!("[plugins.'{plugin}']\nenable_selinux = true")));
+            assert!(!labels(&format!("[plugins.'{plugin}']\nenable_selinux = false")));
+        }
+        assert!(!labels("") && !labels("plugins = 1"));
     }
 
     #[test]

@@ -32,10 +32,30 @@ use crate::cgroup::containers::{self, Ceiling};
 const MEMORY_PER_TASK: u64 = 32 << 10;
 /// Bytes of memory for each file that can be open, as the kernel's rule has it (fs/file_table.c, files_maxfiles_init).
 const MEMORY_PER_FILE: u64 = 10 << 10;
-/// The inotify watches that each user may have. The kernel computes the number from a hundredth of the memory at boot.
-/// This is the most that it ever allows by itself (fs/notify/inotify/inotify_user.c). A watch is charged to its
-/// container.
+/// The inotify watches and fanotify marks that each user may have. The kernel computes the numbers from a hundredth of
+/// the memory at boot. This is the most that it ever allows by itself (fs/notify/inotify/inotify_user.c).
 const MAX_WATCHES: u64 = 1 << 20;
+/// What these limit is charged to the containers.
+const WATCHES: [&str; 2] = ["fs/inotify/max_user_watches", "fs/fanotify/max_user_marks"];
+/// These the kernel computes from the memory at boot too: watches of epoll (fs/eventpoll.c, eventpoll_init), and TCP
+/// sockets that no process has any more (net/ipv4/tcp.c, tcp_init). They grow with the memory.
+const IN_PROPORTION: [&str; 2] = ["fs/epoll/max_user_watches", "net/ipv4/tcp_max_orphans"];
+/// The connections that the kernel tracks, in all network namespaces together. Entries are charged to no container.
+const CONNECTIONS: &str = "net/netfilter/nf_conntrack_max";
+/// Bytes of memory for each of them. The kernel computes the number from the memory at boot in steps: 65,536 above 1
+/// GiB, and 262,144 above 4 GiB (net/netfilter/nf_conntrack_core.c, nf_conntrack_init_start). These come to this.
+const MEMORY_PER_CONNECTION: u64 = 16 << 10;
+/// The kernel tracks far fewer below 1 GiB, and drops what comes beyond: 1,900 with 236 MiB, where a closed connection
+/// counts for two minutes. That is too few for a proxy, or for docker's name server. A small guest has the number of a
+/// host with 1 GiB; an entry takes 320 bytes when it is used.
+const LEAST_CONNECTIONS: u64 = 1 << 16;
+/// The kernel computes no more by itself.
+const MOST_CONNECTIONS: u64 = 1 << 18;
+/// The largest buffers that TCP gives a socket by itself, as the kernel has them with 768 MiB or more at boot
+/// (net/ipv4/tcp.c, tcp_init). What a socket has in its buffers is charged to its container, and limited by tcp_mem. A
+/// new network namespace has the values of the guest's own.
+const SOCKET_BUFFERS: [(&str, &str); 2] =
+    [("net/ipv4/tcp_rmem", "4096 131072 6291456"), ("net/ipv4/tcp_wmem", "4096 16384 4194304")];
 /// A container may reserve more addresses than the guest has memory (proc_sys_vm(5), overcommit_memory). By default the
 /// kernel refuses one mapping that is larger than all of its memory. On a host that is seldom too little, but a guest
 /// is small.
@@ -103,7 +123,7 @@ struct Memory {
 
 impl Memory {
     /// Sets what the kernel derives from the size of the guest's memory, if the size is another than before.
-    fn scale_to_present(&mut self) -> io::Result<()> {
+    fn scale_to_present(&mut self, boot: &Boot) -> io::Result<()> {
         let now = sysinfo()?.ram_total();
         if self.scaled_to == now {
             return Ok(());
@@ -112,6 +132,10 @@ impl Memory {
         fs::write("/proc/sys/fs/file-max", (now / MEMORY_PER_FILE).to_string())?;
         fs::write("/proc/sys/net/ipv4/tcp_mem", socket_memory(now / TCP_PART))?;
         fs::write("/proc/sys/net/ipv4/udp_mem", socket_memory(now / UDP_PART))?;
+        for (file, at_boot) in IN_PROPORTION.iter().zip(boot.in_proportion) {
+            set_if_there(file, in_proportion(at_boot, now, boot.memory))?;
+        }
+        set_if_there(CONNECTIONS, connections(now))?;
         self.scaled_to = now;
         Ok(())
     }
@@ -142,6 +166,8 @@ struct Boot {
     tasks: u64,
     /// Processors, also those that are not online.
     cpus: u64,
+    /// What the kernel has computed for each file of [`IN_PROPORTION`].
+    in_proportion: [u64; IN_PROPORTION.len()],
 }
 
 impl Reserve {
@@ -153,10 +179,16 @@ impl Reserve {
             available: available_memory()?,
             tasks: u64::from(info.process_count()),
             cpus: possible_cpus()?,
+            in_proportion: IN_PROPORTION.map(present),
         };
         let reserve = Self { boot: Some(boot), ..Self::default() };
         fs::write("/proc/sys/kernel/pid_max", PID_MAX.to_string())?;
-        fs::write("/proc/sys/fs/inotify/max_user_watches", MAX_WATCHES.to_string())?;
+        for file in WATCHES {
+            set_if_there(file, MAX_WATCHES)?;
+        }
+        for (file, value) in SOCKET_BUFFERS {
+            set_if_there(file, value)?;
+        }
         fs::write("/proc/sys/vm/overcommit_memory", OVERCOMMIT)?;
         fs::write("/proc/sys/vm/compaction_proactiveness", COMPACTION_PROACTIVENESS)?;
         reserve.scale_to_memory()?;
@@ -169,7 +201,7 @@ impl Reserve {
         let Some(boot) = self.boot else { return Ok(()) };
         let mut memory = self.lock();
         let (before, held) = (memory.scaled_to, memory.held());
-        memory.scale_to_present()?;
+        memory.scale_to_present(&boot)?;
         memory.follow_pool(pool::present)?;
         match memory.scaled_to {
             now if now < before => boot.lower(&mut memory),
@@ -182,7 +214,7 @@ impl Reserve {
     /// not what containers may use for a moment: the kernel would kill some if it were taken again.
     fn hold_huge_pages(&self, boot: Boot, pages: u64) -> io::Result<()> {
         let mut memory = self.lock();
-        memory.scale_to_present()?;
+        memory.scale_to_present(&boot)?;
         memory.huge_pages = pages.saturating_mul(HUGE_PAGE);
         boot.lower(&mut memory)?;
         boot.set(&mut memory)
@@ -303,6 +335,31 @@ fn socket_memory(pressure: u64) -> String {
     format!("{low} {pressure} {}", 2 * low)
 }
 
+/// The connections that are tracked in a guest of so much memory.
+fn connections(memory: u64) -> u64 {
+    (memory / MEMORY_PER_CONNECTION).clamp(LEAST_CONNECTIONS, MOST_CONNECTIONS)
+}
+
+/// What the kernel would have computed, if it had so much memory `now` at boot.
+fn in_proportion(at_boot: u64, now: u64, memory_at_boot: u64) -> u64 {
+    let scaled = u128::from(at_boot) * u128::from(now) / u128::from(memory_at_boot.max(1));
+    u64::try_from(scaled).unwrap_or(u64::MAX)
+}
+
+/// What a file below /proc/sys says. 0: a kernel without it, or no number.
+fn present(file: &str) -> u64 {
+    let text = fs::read_to_string(Path::new("/proc/sys").join(file));
+    text.ok().and_then(|text| text.trim().parse().ok()).unwrap_or(0)
+}
+
+/// Writes to a file below /proc/sys. The kernel of the configuration may be one that does not have this part.
+fn set_if_there(file: &str, value: impl ToString) -> io::Result<()> {
+    match fs::write(Path::new("/proc/sys").join(file), value.to_string()) {
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
+        written => written,
+    }
+}
+
 /// The file has a list such as `0-31`.
 fn possible_cpus() -> io::Result<u64> {
     let text = fs::read_to_string(Path::new("/sys/devices/system/cpu/possible"))?;
@@ -317,7 +374,8 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    const BOOT: Boot = Boot { memory: 224 * MIB, available: 190 * MIB, tasks: 70, cpus: 4 };
+    const BOOT: Boot =
+        Boot { memory: 224 * MIB, available: 190 * MIB, tasks: 70, cpus: 4, in_proportion: [48_000, 1024] };
 
     #[test]
     fn the_kernel_and_the_agent_keep_their_part() {
@@ -375,6 +433,32 @@ mod tests {
     }
 
     #[test]
+    fn as_many_connections_are_tracked_as_on_a_host_of_this_memory() {
+        assert_eq!(
+            [1 << 30, 2 << 30, 4 << 30, 1 << 40].map(connections),
+            [65_536, 131_072, 262_144, 262_144]
+        );
+        assert_eq!([236 * MIB, 0].map(connections), [65_536; 2]);
+    }
+
+    #[test]
+    fn limits_grow_with_the_memory() {
+        let now = |at_boot, mib| in_proportion(at_boot, mib * MIB, BOOT.memory);
+        assert_eq!([224, 448, 2240, 112].map(|mib| now(48_000, mib)), [48_000, 96_000, 480_000, 24_000]);
+        assert_eq!(now(0, 448), 0);
+        assert_eq!((in_proportion(5, 7, 0), in_proportion(u64::MAX, 9, 1)), (35, u64::MAX));
+    }
+
+    #[test]
+    fn what_a_kernel_does_not_have_is_not_set() {
+        set_if_there("net/netfilter/no-such-file", 1).unwrap();
+        assert_eq!(present("net/netfilter/no-such-file"), 0);
+        // Not a file that takes numbers.
+        assert!(set_if_there("net", 1).is_err());
+        assert!(present("fs/file-max") > 0);
+    }
+
+    #[test]
     fn there_is_room_above_the_mark() {
         assert_eq!(mark_below(200), 160);
         assert_eq!(mark_below(0), 0);
@@ -382,11 +466,11 @@ mod tests {
 
     #[test]
     fn a_small_guest_has_room_for_a_container() {
-        let boot = Boot { memory: 40 * MIB, available: 20 * MIB, tasks: 70, cpus: 4 };
+        let boot = Boot { memory: 40 * MIB, available: 20 * MIB, ..BOOT };
         assert_eq!(boot.of_all(40 * MIB).memory, 20 * MIB - 40 * MIB / 16);
         assert_eq!(boot.of_all(40 * MIB).tasks, 1280 - 230);
         // Too small for anything: no limit is below zero.
-        let boot = Boot { memory: MIB, available: 0, tasks: 70, cpus: 4 };
+        let boot = Boot { memory: MIB, available: 0, ..BOOT };
         let memory = Memory { scaled_to: MIB, ..Memory::default() };
         assert_eq!(boot.of_member(&memory), Ceiling { memory: 0, tasks: 0 });
     }

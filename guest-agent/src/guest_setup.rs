@@ -155,6 +155,9 @@ fn warm_up_kernel() -> Result<(), GuestSetupError> {
 /// What containers inherit where their spec says nothing: as much as services of a host do.
 fn set_limits() -> io::Result<()> {
     const OPEN_FILES: u64 = 1 << 20;
+    // The kernel's own rule is half of threads-max at boot. This is its result for 16 GiB. A pending signal is charged.
+    const PENDING_SIGNALS: u64 = 1 << 16;
     setrlimit(Resource::RLIMIT_NOFILE, OPEN_FILES, OPEN_FILES)?;
+    setrlimit(Resource::RLIMIT_SIGPENDING, PENDING_SIGNALS, PENDING_SIGNALS)?;
     Ok(setrlimit(Resource::RLIMIT_NPROC, RLIM_INFINITY, RLIM_INFINITY)?)
 }

@@ -153,6 +153,30 @@ pub(super) fn apparmor(root: &Path) -> Finding {
     }
 }
 
+/// What SELinux does to pods. None: nothing. `labels`: containerd's CRI plugin is told to label containers.
+pub(super) fn selinux(root: &Path, labels: bool) -> Option<Finding> {
+    // selinuxfs is mounted if SELinux is enabled.
+    let enforce = fs::read_to_string(root.join("sys/fs/selinux/enforce"));
+    let mode = enforce.ok().map(|text| if text.starts_with('1') { "enforcing" } else { "permissive" });
+    const TURN_OFF: &str = "set enable_selinux = false for containerd's CRI plugin, and restart containerd";
+    let (found, remedy) = match (mode, labels) {
+        (Some(mode), true) => (
+            format!("{mode}, and containerd labels the containers of Kubernetes, so no pod of it starts"),
+            TURN_OFF,
+        ),
+        (Some(mode), false) => (
+            format!("{mode}; Bulkhead was not tested so, and refuses containers with a label"),
+            "give docker --security-opt label=disable; look for denials with `ausearch -m avc`",
+        ),
+        (None, true) => (
+            "not enabled, but containerd is told to label containers: no pod starts once it is".to_owned(),
+            TURN_OFF,
+        ),
+        (None, false) => return None,
+    };
+    Some(Finding::warn("SELinux", found, remedy))
+}
+
 #[cfg(test)]
 mod tests {
     use std::path::PathBuf;
@@ -232,5 +256,22 @@ mod tests {
         fs::remove_file(file).unwrap();
         let kvm = kvm(Path::new("/"));
         assert!(kvm.status == Status::Ok || kvm.remedy.is_some(), "{kvm:?}");
+    }
+
+    #[test]
+    fn selinux_is_named_where_labels_are_possible() {
+        let on = |mode: &str| root(&[("sys/fs/selinux/enforce", mode)]);
+        let off = root(&[]);
+        assert_eq!(selinux(off.path(), false), None);
+        for (host, labels, found, remedy) in [
+            (on("1"), true, "enforcing, and containerd labels", "enable_selinux = false"),
+            (on("0"), true, "permissive, and containerd labels", "enable_selinux = false"),
+            (on("1"), false, "enforcing; Bulkhead was not tested", "label=disable"),
+            (off, true, "not enabled, but containerd is told", "enable_selinux = false"),
+        ] {
+            let finding = selinux(host.path(), labels).unwrap();
+            assert!(finding.status == Status::Warn && finding.found.starts_with(found), "{finding:?}");
+            assert!(finding.remedy.as_deref().unwrap().contains(remedy), "{finding:?}");
+        }
     }
 }

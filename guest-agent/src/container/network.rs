@@ -63,7 +63,6 @@ impl Container {
         stream: u32,
     ) -> Result<(), ContainerError> {
         let stream = environment.streams.take(stream).await?;
-        name_server::track_more()?;
         let sockets = on_own_thread(move || name_server::Sockets::inside(self.init_pidfd.as_fd())).await?;
         tokio::spawn(async move {
             if let Err(error) = name_server::serve(stream, sockets).await {

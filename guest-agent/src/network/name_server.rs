@@ -5,7 +5,7 @@
 //! sends the answers back ([`bulkhead_agent_api::name_server`]).
 
 use std::{
-    fs, io,
+    io,
     net::{SocketAddr, SocketAddrV4, TcpListener as StdTcpListener, UdpSocket as StdUdpSocket},
     os::fd::{BorrowedFd, OwnedFd},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
@@ -42,12 +42,6 @@ const PAUSE: Duration = Duration::from_millis(100);
 /// Questions on their way to the stream. More wait in their sockets.
 const WAITING: usize = 16;
 
-/// The kernel tracks all connections of a namespace with such rules, as on the host. By default a small guest tracks
-/// very few, and drops what comes beyond. This is the number of a host with 1 to 4 GiB of memory; an entry takes 320
-/// bytes when it is used.
-const TRACKED: &str = "65536";
-const TRACKED_FILE: &str = "/proc/sys/net/netfilter/nf_conntrack_max";
-
 /// What listens in a container's network namespace.
 pub struct Sockets {
     udp: StdUdpSocket,
@@ -79,11 +73,6 @@ impl Sockets {
             [redirect(Protocol::Udp, udp.local_addr()?), redirect(Protocol::Tcp, tcp.local_addr()?)];
         Ok(Self { udp, tcp, _rules: nftables::redirect(TABLE, &redirects)? })
     }
-}
-
-/// Makes room in the guest's kernel for the connections that it tracks now. In the guest's own network namespace.
-pub fn track_more() -> Result<(), NetworkError> {
-    fs::write(TRACKED_FILE, TRACKED).map_err(NetworkError::NameServer)
 }
 
 /// Who has asked.

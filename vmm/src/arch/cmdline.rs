@@ -31,6 +31,9 @@ const ALWAYS: &[&str] = &[
     // file names and for the descriptions of further memory, and a small VM that grows large has too little
     // otherwise. Memory in ZONE_MOVABLE could be unplugged more reliably, but nothing requests that.
     "memhp_default_state=online",
+    // The table of tracked connections has 128 KiB. By the initial memory of a small VM it would be so small that each
+    // lookup takes long when the VM has grown: the agent allows more connections then.
+    "nf_conntrack.hashsize=16384",
 ];
 
 /// An argument that cannot be added to the command line.

@@ -193,9 +193,10 @@ fn top(host: &Host) -> Result<()> {
 
 fn update(host: &Host) -> Result<()> {
     let made = Client::of(host)?.container().flags(["--memory", "96m"]).detach(&["sleep", "1000"])?;
-    made.docker(&["update", "--memory", "64m", "--memory-swap", "64m", "--pids-limit", "50"])?.succeeds()?;
-    let files = ["cat", "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/pids.max"];
-    made.exec(&files)?.succeeds()?.prints("67108864\n50\n")?;
+    let limits = ["--memory", "64m", "--memory-swap", "64m", "--pids-limit", "50", "--cpus", "0.5"];
+    made.docker(&[&["update"], &limits[..]].concat())?.succeeds()?;
+    let show = "cd /sys/fs/cgroup; cat memory.max pids.max cpu.max";
+    made.exec(&["sh", "-c", show])?.succeeds()?.prints("67108864\n50\n50000 100000\n")?;
     Ok(())
 }
 

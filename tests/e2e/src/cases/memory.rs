@@ -66,13 +66,26 @@ fn gibibyte(host: &Host) -> Result<()> {
     fills(&task, 960)?.succeeds()?;
     fills(&task, 1100)?.exits(137)?;
     fills(&task, 960)?.succeeds()?;
-    // What a kernel allows by its memory: a task for each 128 KiB.
-    let tasks: u64 =
-        task.exec(&["cat", "/proc/sys/kernel/threads-max"])?.succeeds()?.text().trim().parse()?;
-    ensure!(tasks >= 8192, "expected  threads-max as of a GiB, 8192 or more\ncame      {tasks}");
-    let watches: u64 =
-        task.exec(&["cat", "/proc/sys/fs/inotify/max_user_watches"])?.succeeds()?.text().trim().parse()?;
-    ensure!(watches >= 8192, "expected  inotify watches as of a GiB, 8192 or more\ncame      {watches}");
+    // What a kernel allows by its memory: a task for each 128 KiB, watches of epoll in a twenty-fifth of it, and TCP's
+    // largest buffers.
+    let files = [
+        "kernel/threads-max",
+        "fs/inotify/max_user_watches",
+        "fs/epoll/max_user_watches",
+        "net/ipv4/tcp_rmem",
+    ];
+    let script = format!("cd /proc/sys && cat {}", files.join(" "));
+    let finished = task.exec(&["sh", "-c", &script])?;
+    let text = finished.succeeds()?.text();
+    let numbers: Vec<u64> = text.split_whitespace().map_while(|word| word.parse().ok()).collect();
+    let least = [8192, 8192, 200_000, 4096, 131_072, 6 << 20];
+    let is_enough = numbers.len() == least.len() && numbers.iter().zip(least).all(|(it, least)| *it >= least);
+    finished.check(&format!("{least:?} or more"), is_enough)?;
+    // On runc it is the host's, which may not track connections.
+    if host.runtime() == Runtime::Bulkhead {
+        let tracked = number(&task, "/proc/sys/net/netfilter/nf_conntrack_max")?;
+        ensure!(tracked >= 65_536, "expected  65,536 tracked connections or more\ncame      {tracked}");
+    }
     task.dies()
 }
 

@@ -226,6 +226,7 @@ fn docker_in_a_container(host: &Host) -> Result<()> {
     let inner = "docker run --rm small /bin/busybox sh -c 'busybox echo hello > /file; busybox cat /file; \
                  busybox ping -c 1 -W 20 172.17.0.1 > /dev/null && busybox echo reached'";
     sh(inner)?.succeeds()?.prints("hello\nreached\n")?;
+    sh(include_str!("nested/build.sh"))?.succeeds()?.prints("hello\nbuilt\n")?;
     Ok(())
 }
 

@@ -1,5 +1,5 @@
-//! An upgrade while a pod runs. The later version has the same programs, but for a mark at their end: so a process shows
-//! from which of the two its program comes.
+//! An upgrade while a pod runs. The later version has the same programs, but for a mark at their end: so a process
+//! shows from which of the two its program comes.
 
 use std::fs;
 use std::path::{Path, PathBuf};
