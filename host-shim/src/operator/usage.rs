@@ -215,9 +215,9 @@ pub(super) struct Answer {
     pub(super) devices: DeviceCounts,
 }
 
-/// Asks the VMM how many requests for files there were of each of its shares, and what its devices have done. Waits until the VMM answers, or ends: if
-/// each look at a VMM that hangs made a connection and gave it up, they would all wait for the VMM. An error: it cannot
-/// be asked, or its answer is of no use.
+/// Asks the VMM how many requests for files there were of each of its shares, and what its devices have done. Waits
+/// until the VMM answers, or ends: if each look at a VMM that hangs made a connection and gave it up, they would all
+/// wait for the VMM. An error: it cannot be asked, or its answer is of no use.
 pub(super) fn ask(state: &Path, config: &VmConfig) -> io::Result<Answer> {
     let directory = File::open(state)?;
     // A path that fits sun_path (unix(7)) always.

@@ -46,8 +46,8 @@ The sidecar has a limit of 64 MiB. One of its processes holds 32 MiB, and anothe
 of one page that takes 1 MiB after the other, until it is killed. The *killed process* is what the log of the kernel
 that the containers see names: on runc the host's, on Bulkhead the guest's. *Sidecar* says how often it answered a
 request for its page by the network while the leak ran and after its end, and whether its processes were left. *Kills by
-the host* is `oom_kill` of the pod's cgroup on the host. On runc it is the host that kills the leak, and Linux counts this process twice, because it
-kills all processes of the container (`memory.oom.group`, as kubelet sets it).
+the host* is `oom_kill` of the pod's cgroup on the host. On runc it is the host that kills the leak, and Linux counts
+this process twice, because it kills all processes of the container (`memory.oom.group`, as kubelet sets it).
 
 ";
 
