@@ -1,13 +1,15 @@
-//! `/run/bulkhead-exec/SHIM-ID`: the FIFOs of one `bulkhead exec`, locked while it lives. Whoever finds one that nobody
-//! has locked ends the process that it belongs to, and removes it.
+//! `/run/bulkhead-exec/PID-ID` (PID: of the shim): the FIFOs of one `bulkhead exec`, locked while it lives. Whoever
+//! finds one that nobody has locked ends the process that it belongs to, and removes it.
 
 use std::{
+    collections::BTreeMap,
     fs::{self, File},
     io::{self, Read},
     path::{Path, PathBuf},
 };
 
 use serde::{Deserialize, Serialize};
+use tokio::{net::UnixStream, task::JoinSet};
 
 use crate::{
     exec::error::ExecError,
@@ -27,8 +29,8 @@ const RECORD: &str = "process.json";
 /// The most that is read of it.
 const LONGEST_RECORD: u64 = 64 << 10;
 
-/// What the id of a process begins with. No id of a container does, nor is it a part of one: containerd's CRI plugin
-/// takes the end of a process whose id is the beginning of a container's id for the end of that container.
+/// What the id of a process begins with. containerd's CRI plugin takes the id of a process that has ended for the
+/// beginning of a container's id. So no container's id may begin with it.
 const PREFIX: &str = "bulkhead-exec-";
 
 /// The most processes of one pod. A shim has 64 connections at most, and containerd must be able to connect again.
@@ -56,7 +58,7 @@ impl ExecDirectory {
         let directory = LockedDirectory::create_in(root, &prefix)
             .map(Self)
             .map_err(|source| ExecError::Prepare { path: root.into(), source })?;
-        // It counts itself. So of those that begin at the same time, not more than these go on.
+        // The count includes this one, so at most `MOST` go on, also if several begin at once.
         if locked_directory::count_living(root, &prefix) > MOST {
             directory.remove()?;
             return Err(ExecError::TooMany { most: MOST });
@@ -100,30 +102,70 @@ pub(crate) fn leftovers() -> Vec<PathBuf> {
     locked_directory::leftovers(Path::new(ROOT)).map(|(path, _)| path).collect()
 }
 
-/// Removes what execs have left that were killed: their processes, which may still run, and their directories. Returns
-/// the directories, and why one is still there.
+/// Ends the processes that killed execs have left, and removes their directories. Returns each directory, with the error
+/// if it stays.
 pub(super) async fn remove_leftovers() -> Vec<(PathBuf, Result<(), ExecError>)> {
-    let mut removed = Vec::new();
-    // All of them are locked first, so no other command has to wait for the next one.
-    for (path, _lock) in locked_directory::leftovers(Path::new(ROOT)).collect::<Vec<_>>() {
+    // By shim, so that one that does not answer delays no other.
+    let mut of_shims: BTreeMap<_, Vec<_>> = BTreeMap::new();
+    // All are locked before the first is ended. A command that begins after that waits for none of them.
+    for (path, lock) in locked_directory::leftovers(Path::new(ROOT)) {
         // One that is empty may be that of an exec that begins, which then makes another.
         if fs::remove_dir(&path).is_err() {
-            let result = end_process(&path).await.and_then(|()| remove(&path));
-            removed.push((path, result));
+            let record = read_record(&path);
+            let socket = record.as_ref().ok().and_then(|it| it.as_ref()).map(|it| it.socket.clone());
+            of_shims.entry(socket).or_default().push((path, record, lock));
         }
+    }
+    let mut shims: JoinSet<_> = of_shims.into_values().map(remove_those_of_a_shim).collect();
+    let mut removed = Vec::new();
+    while let Some(those) = shims.join_next().await {
+        // An error: the task has panicked.
+        removed.extend(those.into_iter().flatten());
+    }
+    removed
+}
+
+type Leftover = (PathBuf, Result<Option<Record>, ExecError>, File);
+
+async fn remove_those_of_a_shim(leftovers: Vec<Leftover>) -> Vec<(PathBuf, Result<(), ExecError>)> {
+    let mut removed = Vec::new();
+    let mut has_failed = false;
+    for (path, record, _lock) in leftovers {
+        let result = match record {
+            Ok(Some(_)) if has_failed => Err(ExecError::Process(ProcessError::Lost {
+                reason: "another process of its shim could not be ended".into(),
+            })),
+            Ok(record) => match end_process(&path, record).await {
+                Ok(()) => remove(&path),
+                Err(error) => {
+                    has_failed = true;
+                    Err(error)
+                }
+            },
+            Err(error) => Err(error),
+        };
+        removed.push((path, result));
     }
     removed
 }
 
 /// Ends the process that a directory belongs to, if its shim still has it.
-async fn end_process(path: &Path) -> Result<(), ExecError> {
-    let Some(record) = read_record(path)? else { return Ok(()) };
+async fn end_process(path: &Path, record: Option<Record>) -> Result<(), ExecError> {
+    let Some(record) = record else { return Ok(()) };
     let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
     match record.connect(&name).await {
         // The pod has ended. Another of the same name does not have this process.
-        Err(_) if std::os::unix::net::UnixStream::connect(&record.socket).is_err() => Ok(()),
+        Err(_) if is_gone(&record.socket).await => Ok(()),
         process => Ok(process?.remove().await?),
     }
+}
+
+/// Whether nobody takes connections at this socket.
+async fn is_gone(socket: &Path) -> bool {
+    let connected = UnixStream::connect(socket).await;
+    connected.is_err_and(|error| {
+        matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused)
+    })
 }
 
 /// None: the exec was killed before it has asked for a process.
@@ -166,9 +208,11 @@ mod tests {
         let record = Record { socket, container: "web".into() };
         assert_eq!(read_record(directory.path()).unwrap(), Some(record));
         // Its shim is gone, and so is the process.
-        end_process(directory.path()).await.unwrap();
+        let record = read_record(directory.path()).unwrap();
+        end_process(directory.path(), record).await.unwrap();
         fs::write(directory.path().join(RECORD), "{\"socket\":\"/r").unwrap();
-        end_process(directory.path()).await.unwrap();
+        let record = read_record(directory.path()).unwrap();
+        end_process(directory.path(), record).await.unwrap();
         directory.remove().unwrap();
     }
 }

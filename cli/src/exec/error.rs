@@ -9,8 +9,8 @@ use crate::{
     process::{FAILED, ProcessError},
 };
 
-/// Why `bulkhead exec` has failed before, or instead of, the program. Names are those of the user's, or were made fit
-/// for one line.
+/// Why `bulkhead exec` has failed before, or instead of, the program. Names are the user's own, or were made
+/// fit for one line.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ExecError {
     #[error("`bulkhead exec` must be run as root")]

@@ -25,7 +25,7 @@ use self::{directory::ExecDirectory, error::ExecError, target::Target};
 use crate::process::{
     ProcessError, attached,
     client::Process,
-    signals::{SIGKILL, SIGNALLED, Signals, interrupted},
+    signals::{KILLED, Signals, interrupted},
     streams::{Fifos, Tail},
     terminal,
 };
@@ -37,9 +37,6 @@ const INTERRUPTED: Duration = Duration::from_secs(10);
 
 /// How long this command waits at its end until leftovers of others are removed.
 const LEFTOVERS: Duration = Duration::from_secs(5);
-
-/// The exit status of a program that was killed.
-const KILLED: u8 = SIGNALLED | SIGKILL.to_le_bytes()[0];
 
 /// Runs the program in a pod below `root`, and returns its exit status, or 125 to 127.
 pub(crate) fn main(options: &Options, root: &Path) -> ExitCode {

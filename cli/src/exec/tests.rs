@@ -2,7 +2,11 @@
 
 use std::{
     fs::OpenOptions,
-    sync::{Arc, Mutex},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
 };
 
 use async_trait::async_trait;
@@ -25,6 +29,9 @@ struct FakeShim {
     status: Status,
     /// Why nothing can be started.
     refusal: Option<&'static str>,
+    /// Whether a child of the program writes on after the end of the program, until the shim forgets the program.
+    has_child: bool,
+    is_forgotten: Arc<AtomicBool>,
     /// Each request, in its order.
     asked: Mutex<Vec<String>>,
     added: Mutex<Option<api::ExecProcessRequest>>,
@@ -64,6 +71,15 @@ impl Task for FakeShim {
         for stream in [&added.stdout, &added.stderr] {
             drop(OpenOptions::new().read(true).write(true).open(stream).unwrap());
         }
+        if self.has_child {
+            let mut output = OpenOptions::new().write(true).open(&added.stdout).unwrap();
+            let is_forgotten = self.is_forgotten.clone();
+            thread::spawn(move || {
+                while !is_forgotten.load(Ordering::SeqCst) && output.write_all(b"y").is_ok() {
+                    thread::sleep(Duration::from_millis(5));
+                }
+            });
+        }
         Ok(api::StartResponse::new())
     }
 
@@ -78,6 +94,7 @@ impl Task for FakeShim {
         request: api::DeleteRequest,
     ) -> ttrpc::Result<api::DeleteResponse> {
         self.note("delete", &request.exec_id);
+        self.is_forgotten.store(true, Ordering::SeqCst);
         Ok(api::DeleteResponse::new())
     }
 }
@@ -114,7 +131,12 @@ async fn play(shim: FakeShim) -> Played {
     let status = exec_in(&directory, &target, &line.options, &mut signals).await;
     Played {
         status: status.map_err(|error| error.to_string()),
-        asked: shim.asked.lock().unwrap().clone(),
+        asked: {
+            let mut asked = shim.asked.lock().unwrap().clone();
+            // Once while the last output comes, and once at the end.
+            asked.dedup();
+            asked
+        },
         added: shim.added.lock().unwrap().clone(),
         is_left: directory.path().exists(),
     }
@@ -125,6 +147,8 @@ fn shim() -> FakeShim {
         pid: 77,
         status: Status::RUNNING,
         refusal: None,
+        has_child: false,
+        is_forgotten: Arc::default(),
         asked: Mutex::default(),
         added: Mutex::default(),
     }
@@ -142,6 +166,13 @@ async fn a_process_is_added_followed_and_forgotten() {
     let process: Value = serde_json::from_slice(&added.spec.value).unwrap();
     assert_eq!(process, json!({ "args": ["id"], "env": ["A=1"], "cwd": "/", "terminal": false }));
     assert!(!is_left);
+}
+
+#[tokio::test]
+async fn a_child_that_writes_on_and_on_does_not_keep_the_command() {
+    let played = timeout(Duration::from_secs(60), play(FakeShim { has_child: true, ..shim() })).await;
+    let Played { status, is_left, .. } = played.unwrap();
+    assert_eq!((status, is_left), (Ok(7), false));
 }
 
 #[tokio::test]

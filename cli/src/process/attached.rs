@@ -16,7 +16,7 @@ use crate::process::{
 };
 
 /// How long a program that was killed may take to end. Then nobody waits for it any more.
-const KILLED: Duration = Duration::from_secs(30);
+const KILL_WAIT: Duration = Duration::from_secs(30);
 
 /// How long the end of the output may take to come after the end of the program.
 const DRAIN: Duration = Duration::from_secs(10);
@@ -105,8 +105,21 @@ pub(crate) async fn follow(
         }
     };
     // A reader that takes no more does not keep what was to be ended.
-    let until = deadline.filter(|_| ending == Ending::TimedOut).map(|deadline| deadline + KILLED + DRAIN);
-    outputs.drain(DRAIN, signals.next(), at(until)).await;
+    let until = deadline.filter(|_| ending == Ending::TimedOut).map(|deadline| deadline + KILL_WAIT + DRAIN);
+    // A child that writes on and on must not keep this command. The shim forgets an added process with its streams, 10 s
+    // after it was asked to if they do not end before.
+    let forgotten = async {
+        if process.is_added() && status.is_some() {
+            // An error: the process is removed again afterwards.
+            _ = process.delete().await;
+        }
+        std::future::pending::<()>().await;
+    };
+    tokio::select! {
+        biased;
+        () = outputs.drain(DRAIN, signals.next(), at(until)) => {}
+        () = forgotten => {}
+    }
     Ok(Ended { status, ending })
 }
 
@@ -114,7 +127,7 @@ pub(crate) async fn follow(
 async fn kill(process: &Process, signal: i32) -> Option<Instant> {
     // An error: the program has ended, or its guest does not answer.
     _ = process.kill(signal).await;
-    (signal == SIGKILL).then(|| Instant::now() + KILLED)
+    (signal == SIGKILL).then(|| Instant::now() + KILL_WAIT)
 }
 
 /// Waits until then. None: for ever.

@@ -3,8 +3,11 @@
 use std::{path::Path, time::Duration};
 
 use containerd_shim_protos::{api, shim_async::Client, shim_async::TaskClient, types::task::Status};
-use tokio::time::timeout;
-use ttrpc::context::{Context, with_duration};
+use tokio::{net::UnixStream, time::timeout};
+use ttrpc::{
+    asynchronous::transport::Socket,
+    context::{Context, with_duration},
+};
 
 use crate::process::{error::ProcessError, signals::SIGKILL, streams::Fifos, terminal::Size};
 
@@ -18,7 +21,7 @@ pub(crate) const START: Duration = Duration::from_secs(600);
 pub(crate) const ANSWER: Duration = Duration::from_secs(60);
 
 /// How long a process that was killed may take to end.
-const KILLED: Duration = Duration::from_secs(10);
+const REMOVE_WAIT: Duration = Duration::from_secs(10);
 
 /// A process that a shim has, or is to have.
 #[derive(Clone)]
@@ -32,8 +35,15 @@ pub(crate) struct Process {
 impl Process {
     /// Connects to the shim at `address`, `unix://PATH`.
     pub(crate) async fn connect(address: &str, container: &str, exec_id: &str) -> Result<Self, ProcessError> {
-        let late = |_| ProcessError::Lost { reason: format!("no connection within {CONNECT:?}") };
-        let client = timeout(CONNECT, Client::connect(address)).await.map_err(late)?.map_err(lost)?;
+        let failed =
+            |why: String| ProcessError::Lost { reason: format!("no connection to {address}: {why}") };
+        // ttrpc's own way to connect blocks this thread while the shim takes no connection.
+        let path = address.trim_start_matches("unix://");
+        let stream = timeout(CONNECT, UnixStream::connect(path))
+            .await
+            .map_err(|_| failed(format!("none within {CONNECT:?}")))?
+            .map_err(|error| failed(error.to_string()))?;
+        let client = Client::new(Socket::new(stream));
         Ok(Self { client: TaskClient::new(client), container: container.into(), exec_id: exec_id.into() })
     }
 
@@ -110,7 +120,12 @@ impl Process {
         self.client.resize_pty(with_duration(ANSWER), &request).await.map(drop).map_err(refused)
     }
 
-    /// Has the shim forget this process, which has ended or was never started.
+    /// Whether it was added to a container, and is not the container's own.
+    pub(super) fn is_added(&self) -> bool {
+        !self.exec_id.is_empty()
+    }
+
+    /// Tells the shim to forget this process, which has ended or was never started.
     pub(crate) async fn delete(&self) -> Result<(), ProcessError> {
         let mut request = api::DeleteRequest::new();
         (request.id, request.exec_id) = (self.container.clone(), self.exec_id.clone());
@@ -129,7 +144,7 @@ impl Process {
         }
         // An error: it has ended meanwhile. Delete says whether it is gone.
         _ = self.kill(SIGKILL).await;
-        _ = timeout(KILLED, self.wait()).await;
+        _ = timeout(REMOVE_WAIT, self.wait()).await;
         self.delete().await
     }
 }

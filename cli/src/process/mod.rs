@@ -1,4 +1,4 @@
-//! A process that a command has its shim start, with the streams and the terminal of the command: what `bulkhead run`
+//! A process that a shim starts for a command, with the streams and the terminal of the command: what `bulkhead run`
 //! and `bulkhead exec` have in common.
 
 pub(crate) mod attached;

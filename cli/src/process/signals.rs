@@ -12,6 +12,9 @@ const SIGTERM: i32 = 15;
 /// What a shell adds to the number of the signal that has ended a program.
 pub(crate) const SIGNALLED: u8 = 128;
 
+/// The exit status of a program that was killed.
+pub(crate) const KILLED: u8 = SIGNALLED | SIGKILL.to_le_bytes()[0];
+
 /// The signals that are passed on to the program.
 pub(crate) struct Signals {
     hangup: Signal,

@@ -42,7 +42,7 @@ use self::{
 use crate::process::{
     FAILED, ProcessError,
     attached::{self, Ended, Ending},
-    signals::{SIGKILL, SIGNALLED, Signals, interrupted},
+    signals::{KILLED, Signals, interrupted},
     streams::{Fifos, Tail},
     terminal,
     user::User,
@@ -51,9 +51,6 @@ use crate::process::{
 use crate::progress::{Progress, Unit};
 
 pub(crate) use self::options::Options;
-
-/// The exit status of a program that was killed.
-const KILLED: u8 = SIGNALLED | SIGKILL.to_le_bytes()[0];
 
 /// How long a run waits at its end until leftovers of other runs are removed.
 const LEFTOVERS: Duration = Duration::from_secs(5);

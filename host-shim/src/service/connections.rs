@@ -36,8 +36,8 @@ const PAUSE: Duration = Duration::from_millis(100);
 /// containerd that was restarted waits for 5 s for an answer, and then ends the shim.
 const REFUSED_AFTER: Duration = Duration::from_millis(if cfg!(test) { 500 } else { 2000 });
 
-/// How many connections there are at the same time at most. containerd has one. `ctr` and the CRI go through it. Each
-/// `bulkhead exec` has one, and it sees to it that they leave half of them (`cli/src/exec/directory.rs`).
+/// How many connections there are at the same time at most. containerd has one, which `ctr` and the CRI use. Each
+/// `bulkhead exec` has one; at most 32 of them run in a pod (`cli/src/exec/directory.rs`).
 const MOST: usize = 64;
 
 /// How often it is logged that a client was refused.

@@ -68,7 +68,7 @@ const CONSOLE_END: u64 = 64 << 10;
 const REASONS: [&str; 2] = ["Kernel panic - not syncing", "bulkhead-agent: fatal"];
 
 /// How long after the VMM's end its last line may take to be read.
-const LAST_WORDS: Duration = Duration::from_secs(1);
+const STDERR_LIMIT: Duration = Duration::from_secs(1);
 
 /// How long a VMM that was killed may take to end if it makes no progress, and its last line to be read. Then how long
 /// it may take in all: it has the memory of its guest to give back.
@@ -102,7 +102,7 @@ pub(crate) enum VmExit {
     Ended {
         status: ExitStatus,
         /// The last line of its own that the VMM wrote to its standard error: the reason, if there is one.
-        last_words: String,
+        last_line: String,
         /// What is known of the guest's end, if the guest has said something, or has ended the VM.
         guest: Option<String>,
     },
@@ -186,10 +186,10 @@ impl std::fmt::Display for VmExit {
                 write!(formatter, "{GUEST_ENDED}; {guest}")
             }
             // The last line of a VMM that was killed is not the reason of its end.
-            Self::Ended { status, last_words, guest }
-                if !last_words.is_empty() && status.signal() != Some(Signal::KILL.as_raw()) =>
+            Self::Ended { status, last_line, guest }
+                if !last_line.is_empty() && status.signal() != Some(Signal::KILL.as_raw()) =>
             {
-                formatter.write_str(last_words)?;
+                formatter.write_str(last_line)?;
                 guest.iter().try_for_each(|guest| write!(formatter, "; {guest}"))
             }
             Self::Ended { status, .. } => {
@@ -444,17 +444,17 @@ async fn attend(mut child: Child, end: watch::Sender<Option<VmExit>>, console: O
     let stderr = tokio::spawn(hear(child.stderr.take()));
     match child.wait().await {
         Ok(status) => {
-            let Heard { last_words, guest } = match tokio::time::timeout(LAST_WORDS, stderr).await {
+            let Heard { last_line, guest } = match tokio::time::timeout(STDERR_LIMIT, stderr).await {
                 Ok(Ok(heard)) => heard,
                 Ok(Err(_)) | Err(_) => Heard::default(),
             };
             let guest = match guest {
-                Some(line) => Some(format!("its last words: {line}")),
-                None if status.success() && last_words.is_empty() => Some(console_says(console).await),
+                Some(said) => Some(said),
+                None if status.success() && last_line.is_empty() => Some(console_says(console).await),
                 None => None,
             };
             tracing::info!(%status, "the VMM ended");
-            end.send_replace(Some(VmExit::Ended { status, last_words, guest }));
+            end.send_replace(Some(VmExit::Ended { status, last_line, guest }));
         }
         Err(e) => tracing::error!(error = chain(&e), "cannot wait for the VMM"),
     }
@@ -464,8 +464,9 @@ async fn attend(mut child: Child, end: watch::Sender<Option<VmExit>>, console: O
 #[derive(Debug, Default, PartialEq)]
 struct Heard {
     /// The last line of its own.
-    last_words: String,
-    /// The line of its guest that has the reason of the end, or else the last one.
+    last_line: String,
+    /// A clause about the line of its guest that has the reason of the end, or else about the last one, which may be much
+    /// older than the end.
     guest: Option<String>,
 }
 
@@ -478,8 +479,9 @@ async fn hear(stderr: Option<impl AsyncRead + Unpin>) -> Heard {
         *place = Some(line.to_owned());
         false
     };
-    let last_words = read_own_lines("vmm".into(), stderr, is_own).await;
-    Heard { last_words, guest: reason.or(last) }
+    let last_line = read_own_lines("vmm".into(), stderr, is_own).await;
+    let reason = reason.map(|line| format!("its last words: {line}"));
+    Heard { last_line, guest: reason.or(last.map(|line| format!("it once said: {line}"))) }
 }
 
 /// What the user can do about a guest that was not ready in time.
@@ -496,7 +498,7 @@ fn advice(console: Option<&Path>) -> String {
 async fn console_says(console: Option<PathBuf>) -> String {
     let Some(console) = console else { return NO_CONSOLE.into() };
     let read = blocking::run(move || last_line(&console_text(&console)), drop);
-    let line = timeout(LAST_WORDS, read).await.ok().and_then(Result::ok);
+    let line = timeout(STDERR_LIMIT, read).await.ok().and_then(Result::ok);
     line.unwrap_or_else(|| "its console cannot be read".into())
 }
 
@@ -616,8 +618,8 @@ mod tests {
     async fn a_guest_chooses_neither_the_lines_of_its_vmm_nor_their_number() {
         let flood = "guest: x\u{1b}[2Jy bulkhead-vmm: forged\n".repeat(1000);
         let heard = hear(Some([flood.as_bytes(), &[b'z'; 1 << 16]].concat().as_slice())).await;
-        let guest = Some("x [2Jy bulkhead-vmm: forged".to_owned());
-        assert_eq!(heard, Heard { last_words: "z".repeat(4096), guest });
+        let guest = Some("it once said: x [2Jy bulkhead-vmm: forged".to_owned());
+        assert_eq!(heard, Heard { last_line: "z".repeat(4096), guest });
     }
 
     #[tokio::test]

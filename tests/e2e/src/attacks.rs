@@ -146,6 +146,10 @@ fn panic(host: &Host, attacker: Task<'_>, clock: &Clock) -> Result<()> {
     })?;
     clock.saw("`bulkhead events --once` of the attacker's pod:");
     print!("{}", indented(&events));
+    let panic = "Kernel panic - not syncing: Out of memory";
+    ensure!(events.contains(panic), "the end of the VM is told without the panic of its kernel");
+    let logs = Cmd::new("bulkhead").args(["logs", &id]).run()?.succeeds()?.text();
+    ensure!(logs.contains(&format!("guest: {panic}")), "`bulkhead logs` lacks the panic");
     attacker.ends(137)
 }
 

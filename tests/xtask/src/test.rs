@@ -20,6 +20,7 @@ use crate::e2e::{E2e, Job, Place, Run, Runtime};
 use crate::named::{self, Named, Tree};
 use crate::outcomes::Outcome;
 use crate::progress;
+use crate::rig;
 
 #[derive(Args)]
 pub(crate) struct TestArguments {
@@ -92,7 +93,7 @@ impl TestArguments {
 
     /// Whether the outcomes are kept for docs/conformance.md, which tells of cases that were run by their names.
     fn is_recorded(&self) -> bool {
-        self.filter.is_some() && self.on == Place::Rig && self.wants(Kind::E2e)
+        self.filter.is_some() && self.on == Place::Rig && self.wants(Kind::E2e) && rig::has_usual_processors()
     }
 
     /// What is under test is what ships, unless somebody waits for a few tests.

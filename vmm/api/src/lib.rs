@@ -49,8 +49,8 @@ pub const ROOTFS: &str = "rootfs";
 /// The line that the VMM writes to its standard output when the vCPUs run.
 pub const RUNNING: &str = "running";
 
-/// How a line on the standard error of the VMM begins that the guest has said, when it ended. The rest of the line is
-/// the guest's choice, without control characters.
+/// How each line begins that the VMM prints for its guest on standard error, when the guest has ended. The rest of the
+/// line is the guest's choice, without control characters.
 pub const GUEST_SAYS: &str = "guest: ";
 
 /// The configuration of a VM. Relative paths are relative to the working directory of the VMM.

@@ -31,8 +31,8 @@ pub(crate) const KERNEL: &str = "/usr/lib/bulkhead/vmlinux";
 pub(super) const ORDINARY_KERNEL: &str = "/usr/lib/bulkhead/tests/vmlinux-ordinary";
 const INITRAMFS: &str = "/usr/lib/bulkhead/initramfs.cpio";
 
-/// The words that our VMM gives a guest without a console, apart from those that name devices, and with `quiet` where
-/// ours keeps the guest's last words: these machines have no port for them.
+/// The words that our VMM gives a guest without a console, apart from those that name devices, plug memory or track
+/// connections, and with `quiet` where ours keeps the guest's last words: these machines have no port for them.
 const KERNEL_ARGS: &str =
     "reboot=k panic=-1 tsc=reliable swiotlb=noforce percpu_alloc=page noreplace-smp quiet 8250.nr_uarts=0";
 

@@ -84,7 +84,7 @@ fn gibibyte(host: &Host) -> Result<()> {
     // On runc it is the host's, which may not track connections.
     if host.runtime() == Runtime::Bulkhead {
         let tracked = number(&task, "/proc/sys/net/netfilter/nf_conntrack_max")?;
-        ensure!(tracked >= 65_536, "expected  65,536 tracked connections or more\ncame      {tracked}");
+        ensure!(tracked >= 32_768, "expected  32,768 tracked connections or more\ncame      {tracked}");
     }
     task.dies()
 }

@@ -11,7 +11,7 @@ use serde_json::Value;
 
 use super::Case;
 use crate::command::{Cmd, Finished, wait_until};
-use crate::ctr::{Host, NAMESPACE};
+use crate::ctr::{Host, NAMESPACE, Task};
 use crate::fixtures::{Replaced, scratch};
 use crate::stuck::Frozen;
 
@@ -41,7 +41,8 @@ fn of_pod(text: &str, name: &str, id: &str, more: Option<(&str, &str)>) -> Optio
 
 fn pod(host: &Host) -> Result<()> {
     // With a limit, the pod's cgroup on the host has the controller of memory.
-    let task = host.container().flags(["--memory-limit", "268435456"]).detach(&["sleep", "1000"])?;
+    let flags = ["--privileged", "--memory-limit", "268435456"];
+    let task = host.container().flags(flags).detach(&["sleep", "1000"])?;
     let id = task.id().to_owned();
     let text = bulkhead(&["metrics"])?.succeeds()?.text();
     let number = |name: &str, more: Option<(&str, &str)>| {
@@ -66,12 +67,19 @@ fn pod(host: &Host) -> Result<()> {
         ("bulkhead_pod_cgroup_memory_limit_bytes", None),
         ("bulkhead_pod_kvm_exits_total", None),
         ("bulkhead_pod_file_requests_total", Some(("share", "roots"))),
+        ("bulkhead_pod_vsock_receive_bytes_total", None),
+        ("bulkhead_pod_vsock_transmit_bytes_total", None),
         ("bulkhead_pod_vmm_threads", None),
         ("bulkhead_pod_vmm_open_files", None),
         ("bulkhead_pod_containers", None),
     ] {
         let value = number(name, more)?;
         ensure!(value > 0.0, "expected  {name} of more than 0\ncame      {value}");
+    }
+    for name in
+        ["balloon_bytes", "free_page_reported_bytes_total", "plugged_memory_bytes", "block_requests_total"]
+    {
+        number(&format!("bulkhead_pod_{name}"), None)?;
     }
     top_and_trace(&id)?;
     let said = bulkhead(&["logs", &id, "--namespace", NAMESPACE])?.succeeds()?.text();
@@ -88,11 +96,30 @@ fn pod(host: &Host) -> Result<()> {
     ensure!(number("bulkhead_pod_up") == Some(0.0), "expected  it is not up\ncame      {text}");
     let memory = number("bulkhead_pod_memory_bytes");
     ensure!(memory.is_some_and(|bytes| bytes > 0.0), "expected  its memory\ncame      {text}");
-    task.dies()?;
+    panic(host, &task)?;
+    task.ends(137)?;
     let after = bulkhead(&["metrics"])?.succeeds()?.text();
     let left = of_pod(&after, "bulkhead_pod_up", &id, None);
     ensure!(left.is_none(), "expected  no metric of a pod that has ended\ncame      {after}");
     Ok(())
+}
+
+/// The guest's kernel panics, and the operator hears why without any configuration.
+fn panic(host: &Host, task: &Task<'_>) -> Result<()> {
+    let ended = task.exec(&["sh", "-c", "echo 2 > /proc/sys/vm/panic_on_oom; tail /dev/zero"])?;
+    ensure!(ended.status != Some(0), "the guest has survived the panic of its kernel");
+    let panic = "Kernel panic - not syncing: Out of memory";
+    let told = |arguments: &[&str], text: &str| {
+        let arguments = [arguments, &[task.id(), "--namespace", NAMESPACE]].concat();
+        wait_until(
+            &format!("{text:?} in bulkhead {arguments:?}"),
+            host.patience(Duration::from_secs(5)),
+            || Ok(bulkhead(&arguments)?.succeeds()?.text().lines().any(|line| line.contains(text))),
+        )
+    };
+    told(&["events", "--once"], "vm_ended  the guest powered off or reset")?;
+    told(&["events", "--once"], &format!("its last words: {panic}"))?;
+    told(&["logs"], &format!("guest: {panic}"))
 }
 
 /// Whether the pod is a clone.

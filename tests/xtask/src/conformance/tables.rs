@@ -11,7 +11,7 @@ use anyhow::{Context, Result, bail, ensure};
 const FIELDS: &str = "fields.md";
 /// What becomes of a field there.
 const STATES: [&str; 4] = ["honoured", "different", "refused", "client"];
-/// Pages that set measurements on runc and on Bulkhead side by side. Each must be there and have a table.
+/// Pages whose tables are repeated. Each must be there and have a table.
 const MEASURED: [&str; 1] = ["processors.md"];
 /// How the paragraph of such a page begins that says on what host it was measured.
 const HOST: &str = "The host ";

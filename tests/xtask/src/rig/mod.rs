@@ -26,7 +26,7 @@ mod state;
 
 use image::Image;
 pub(crate) use payload::{Payload, Put};
-pub(crate) use qemu::Accelerator;
+pub(crate) use qemu::{Accelerator, has_usual_processors};
 use qemu::{Machine, Origin};
 pub(crate) use session::{Io, Limit, Session};
 use state::State;

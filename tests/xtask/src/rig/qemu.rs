@@ -96,6 +96,11 @@ impl Accelerator {
     }
 }
 
+/// Whether the inner host has the processors that it has unless a variable says otherwise.
+pub(crate) fn has_usual_processors() -> bool {
+    [PROCESSORS, MODEL].iter().all(|variable| env::var_os(variable).is_none())
+}
+
 /// Whether a guest of this machine's KVM has KVM.
 fn nests() -> bool {
     ["kvm_amd", "kvm_intel"].iter().any(|module| {
