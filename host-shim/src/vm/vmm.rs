@@ -610,7 +610,7 @@ mod tests {
         fs::remove_file(host.state.path().join("vsock.sock_1026")).unwrap();
         let script = "echo 'guest: BUG: oops' >&2; echo 'bulkhead-vmm: triple fault' >&2; exit 1";
         let error = host.boot(script).await.unwrap_err().to_string();
-        assert_eq!(error, "the VM ended: bulkhead-vmm: triple fault; its last words: BUG: oops");
+        assert_eq!(error, "the VM ended: bulkhead-vmm: triple fault; it once said: BUG: oops");
         host.remove();
     }
 
