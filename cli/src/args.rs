@@ -159,10 +159,10 @@ pub(crate) enum Command {
     Exec(ExecOptions),
     /// Removes what crashed shims and killed commands have left, and templates that no pod will use.
     ///
-    /// Each shim that starts removes what crashed shims have left, and templates. Each `bulkhead run` removes what killed
-    /// runs have left, and each `bulkhead exec` what killed execs have left. Nothing of a shim that lives is removed, and
-    /// nothing that containerd will remove itself. A shim whose `bulkhead run` was killed is ended, and so is the
-    /// program of a `bulkhead exec` that was killed.
+    /// Each shim that starts removes what crashed shims have left, and templates. Each `bulkhead run` removes what
+    /// killed runs have left, and each `bulkhead exec` what killed execs have left. Nothing of a shim that lives is
+    /// removed, and nothing that containerd will remove itself. A shim whose `bulkhead run` was killed is ended, and so
+    /// is the program of a `bulkhead exec` that was killed.
     Gc {
         /// Lists what would be removed, and removes nothing.
         #[arg(long)]

@@ -21,8 +21,8 @@ pub fn die(reason: &str) -> ! {
     restart()
 }
 
-/// Writes one record of the kernel's log, of level 0 (Documentation/ABI/testing/dev-kmsg). If /dev/kmsg cannot be opened
-/// or written, the line goes to the console, if there is one.
+/// Writes one record of the kernel's log, of level 0 (Documentation/ABI/testing/dev-kmsg). If /dev/kmsg cannot be
+/// opened or written, the line goes to the console, if there is one.
 fn say(what: &str) {
     let line = format!("bulkhead-agent: {}", what.replace(char::is_control, " "));
     let logged = OpenOptions::new().write(true).open("/dev/kmsg");

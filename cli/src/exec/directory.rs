@@ -102,8 +102,8 @@ pub(crate) fn leftovers() -> Vec<PathBuf> {
     locked_directory::leftovers(Path::new(ROOT)).map(|(path, _)| path).collect()
 }
 
-/// Ends the processes that killed execs have left, and removes their directories. Returns each directory, with the error
-/// if it stays.
+/// Ends the processes that killed execs have left, and removes their directories. Returns each directory, with the
+/// error if it stays.
 pub(super) async fn remove_leftovers() -> Vec<(PathBuf, Result<(), ExecError>)> {
     // By shim, so that one that does not answer delays no other.
     let mut of_shims: BTreeMap<_, Vec<_>> = BTreeMap::new();

@@ -106,8 +106,8 @@ pub(crate) async fn follow(
     };
     // A reader that takes no more does not keep what was to be ended.
     let until = deadline.filter(|_| ending == Ending::TimedOut).map(|deadline| deadline + KILL_WAIT + DRAIN);
-    // A child that writes on and on must not keep this command. The shim forgets an added process with its streams, 10 s
-    // after it was asked to if they do not end before.
+    // A child that writes on and on must not keep this command. The shim forgets an added process with its streams, 10
+    // s after it was asked to if they do not end before.
     let forgotten = async {
         if process.is_added() && status.is_some() {
             // An error: the process is removed again afterwards.

@@ -465,8 +465,8 @@ async fn attend(mut child: Child, end: watch::Sender<Option<VmExit>>, console: O
 struct Heard {
     /// The last line of its own.
     last_line: String,
-    /// A clause about the line of its guest that has the reason of the end, or else about the last one, which may be much
-    /// older than the end.
+    /// A clause about the line of its guest that has the reason of the end, or else about the last one, which may be
+    /// much older than the end.
     guest: Option<String>,
 }
 
