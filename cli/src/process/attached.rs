@@ -19,7 +19,10 @@ use crate::process::{
 const KILL_WAIT: Duration = Duration::from_secs(30);
 
 /// How long the end of the output may take to come after the end of the program.
-const DRAIN: Duration = Duration::from_secs(10);
+const DRAIN: Duration = Duration::from_millis(if cfg!(test) { 200 } else { 10_000 });
+
+/// The most of a program's output that is in the pipes and buffers between it and this command when it has ended.
+const BUFFERED: u64 = if cfg!(test) { 64 } else { 1 << 20 };
 
 /// How a process has ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -106,20 +109,7 @@ pub(crate) async fn follow(
     };
     // A reader that takes no more does not keep what was to be ended.
     let until = deadline.filter(|_| ending == Ending::TimedOut).map(|deadline| deadline + KILL_WAIT + DRAIN);
-    // A child that writes on and on must not keep this command. The shim forgets an added process with its streams, 10
-    // s after it was asked to if they do not end before.
-    let forgotten = async {
-        if process.is_added() && status.is_some() {
-            // An error: the process is removed again afterwards.
-            _ = process.delete().await;
-        }
-        std::future::pending::<()>().await;
-    };
-    tokio::select! {
-        biased;
-        () = outputs.drain(DRAIN, signals.next(), at(until)) => {}
-        () = forgotten => {}
-    }
+    outputs.drain(DRAIN, BUFFERED, signals.next(), at(until)).await;
     Ok(Ended { status, ending })
 }
 

@@ -120,11 +120,6 @@ impl Process {
         self.client.resize_pty(with_duration(ANSWER), &request).await.map(drop).map_err(refused)
     }
 
-    /// Whether it was added to a container, and is not the container's own.
-    pub(super) fn is_added(&self) -> bool {
-        !self.exec_id.is_empty()
-    }
-
     /// Tells the shim to forget this process, which has ended or was never started.
     pub(crate) async fn delete(&self) -> Result<(), ProcessError> {
         let mut request = api::DeleteRequest::new();

@@ -12,7 +12,7 @@ use std::{
     pin::pin,
     sync::{
         Arc, Mutex, PoisonError,
-        atomic::{AtomicUsize, Ordering},
+        atomic::{AtomicU64, AtomicUsize, Ordering},
     },
     thread,
     time::Duration,
@@ -98,22 +98,26 @@ pub(crate) struct Outputs {
     open: usize,
     /// How many threads wait for the reader of this command's output.
     writing: Arc<AtomicUsize>,
+    /// How many bytes were read of all streams.
+    read: Arc<AtomicU64>,
 }
 
 impl Outputs {
     pub(crate) fn new(tail: Tail) -> Self {
         let (sender, receiver) = mpsc::unbounded_channel();
-        Self { tail, sender, receiver, open: 0, writing: Arc::default() }
+        Self { tail, sender, receiver, open: 0, writing: Arc::default(), read: Arc::default() }
     }
 
     /// Copies a stream until the shim closes it. The shim must have opened it.
     pub(crate) fn copy(&mut self, output: Output, to: BorrowedFd<'_>) -> io::Result<()> {
         let mut to = File::from(to.try_clone_to_owned()?);
-        let (sender, tail, writing) = (self.sender.clone(), self.tail.clone(), Arc::clone(&self.writing));
+        let (sender, tail) = (self.sender.clone(), self.tail.clone());
+        let (writing, read) = (Arc::clone(&self.writing), Arc::clone(&self.read));
         self.open += 1;
         thread::spawn(move || {
             let write = |bytes: &[u8]| {
                 tail.add(bytes);
+                read.fetch_add(bytes.len() as u64, Ordering::Relaxed);
                 writing.fetch_add(1, Ordering::Relaxed);
                 let written = to.write_all(bytes);
                 writing.fetch_sub(1, Ordering::Relaxed);
@@ -138,10 +142,19 @@ impl Outputs {
         ended
     }
 
-    /// Waits for the end of all streams, at most `limit` after the last time that a reader was waited for. A reader
-    /// may take its time until `cancelled` or until it is `late`.
-    pub(crate) async fn drain(&mut self, limit: Duration, cancelled: impl Future, late: impl Future) {
+    /// Waits for the end of all streams, when the program has ended: at most `limit` after the last time that a reader
+    /// was waited for. A reader may take its time for what the program has written, until `cancelled` or until it is
+    /// `late`. The program has written no more than `most` bytes that are still to be read: who writes on is a child, which
+    /// is not followed.
+    pub(crate) async fn drain(
+        &mut self,
+        limit: Duration,
+        most: u64,
+        cancelled: impl Future,
+        late: impl Future,
+    ) {
         let (mut cancelled, mut late) = (pin!(cancelled), pin!(late));
+        let before = self.read.load(Ordering::Relaxed);
         while self.are_open() {
             tokio::select! {
                 // What cannot be written is lost. The program has ended.
@@ -151,6 +164,9 @@ impl Outputs {
                 () = tokio::time::sleep(limit) => {
                     if self.writing.load(Ordering::Relaxed) == 0 {
                         return tracing::warn!("the rest of the output is lost: its end does not come");
+                    }
+                    if self.read.load(Ordering::Relaxed) - before > most {
+                        return tracing::warn!("the program has ended, and its child writes on: the rest is lost");
                     }
                 }
             }
@@ -224,6 +240,32 @@ mod tests {
         let target = tempfile::NamedTempFile::new().unwrap();
         written(&bytes, &target).await.unwrap();
         assert_eq!(std::fs::read(target.path()).unwrap(), bytes);
+    }
+
+    #[tokio::test]
+    async fn a_slow_reader_gets_all_that_the_program_has_written() {
+        let bytes = vec![b'x'; 300_000];
+        let dir = tempfile::tempdir().unwrap();
+        let fifos = Fifos::make(dir.path(), false, true).unwrap();
+        let mut shim = OpenOptions::new().write(true).open(&fifos.stdout.path).unwrap();
+        let (mut reader, to) = io::pipe().unwrap();
+        let mut outputs = Outputs::new(Tail::default());
+        outputs.copy(fifos.stdout, to.as_fd()).unwrap();
+        drop(to);
+        let (written, limit) = (bytes.clone(), Duration::from_millis(20));
+        let shim = thread::spawn(move || shim.write_all(&written).unwrap());
+        let read = thread::spawn(move || {
+            // Longer than the limit.
+            thread::sleep(10 * limit);
+            let mut read = Vec::new();
+            reader.read_to_end(&mut read).unwrap();
+            read
+        });
+        let never = std::future::pending::<()>;
+        outputs.drain(limit, bytes.len() as u64, never(), never()).await;
+        assert!(!outputs.are_open());
+        shim.join().unwrap();
+        assert_eq!(read.join().unwrap(), bytes);
     }
 
     #[tokio::test]
