@@ -108,13 +108,10 @@ pub(super) async fn remove_leftovers() -> Vec<(PathBuf, Result<(), ExecError>)> 
     // By shim, so that one that does not answer delays no other.
     let mut of_shims: BTreeMap<_, Vec<_>> = BTreeMap::new();
     // All are locked before the first is ended. A command that begins after that waits for none of them.
-    for (path, lock) in locked_directory::leftovers(Path::new(ROOT)) {
-        // One that is empty may be that of an exec that begins, which then makes another.
-        if fs::remove_dir(&path).is_err() {
-            let record = read_record(&path);
-            let socket = record.as_ref().ok().and_then(|it| it.as_ref()).map(|it| it.socket.clone());
-            of_shims.entry(socket).or_default().push((path, record, lock));
-        }
+    for (path, lock) in locked_directory::filled_leftovers(Path::new(ROOT)) {
+        let record = read_record(&path);
+        let socket = record.as_ref().ok().and_then(|it| it.as_ref()).map(|it| it.socket.clone());
+        of_shims.entry(socket).or_default().push((path, record, lock));
     }
     let mut shims: JoinSet<_> = of_shims.into_values().map(remove_those_of_a_shim).collect();
     let mut removed = Vec::new();

@@ -19,12 +19,13 @@ use std::{
 use bulkhead_host_shim::operator::{chain, one_line, pod_address};
 use containerd_shim_protos::types::task::Status;
 use rustix::process::geteuid;
-use tokio::{runtime::Runtime, time::timeout};
+use tokio::time::timeout;
 
 use self::{directory::ExecDirectory, error::ExecError, target::Target};
 use crate::process::{
-    ProcessError, attached,
+    attached,
     client::Process,
+    runtime,
     signals::{KILLED, Signals, interrupted},
     streams::{Fifos, Tail},
     terminal,
@@ -59,10 +60,6 @@ pub(crate) fn remove_leftovers() -> Vec<(PathBuf, Result<(), ExecError>)> {
             Vec::new()
         }
     }
-}
-
-fn runtime() -> Result<Runtime, ProcessError> {
-    tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(ProcessError::Begin)
 }
 
 fn execute(options: &Options, root: &Path) -> Result<u8, ExecError> {

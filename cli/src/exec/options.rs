@@ -35,27 +35,18 @@ pub(crate) struct Options {
 
 #[cfg(test)]
 mod tests {
-    use clap::Parser;
-
     use super::*;
-
-    #[derive(Debug, Parser)]
-    struct Line {
-        #[command(flatten)]
-        options: Options,
-    }
+    use crate::process;
 
     #[test]
     fn what_follows_two_dashes_is_the_programs() {
-        let line = ["exec", "-it", "pod", "-c", "web", "--", "ls", "--user", "x", "--", "-t"];
-        let options = Line::try_parse_from(line).unwrap().options;
+        let line = ["-it", "pod", "-c", "web", "--", "ls", "--user", "x", "--", "-t"];
+        let options = process::options::<Options>(&line).unwrap();
         assert_eq!(options.command, ["ls", "--user", "x", "--", "-t"]);
         assert!(options.tty && options.interactive && options.user.is_none());
         assert_eq!((options.pod.as_str(), options.container.as_deref()), ("pod", Some("web")));
-        for wrong in
-            [&["exec", "pod"][..], &["exec", "pod", "--"], &["exec", "pod", "ls"], &["exec", "--", "ls"]]
-        {
-            assert!(Line::try_parse_from(wrong).is_err(), "{wrong:?}");
+        for wrong in [&["pod"][..], &["pod", "--"], &["pod", "ls"], &["--", "ls"]] {
+            assert!(process::options::<Options>(wrong).is_err(), "{wrong:?}");
         }
     }
 }

@@ -85,19 +85,11 @@ pub(super) fn process(
 
 #[cfg(test)]
 mod tests {
-    use clap::Parser;
-
     use super::*;
-
-    #[derive(Debug, Parser)]
-    struct Line {
-        #[command(flatten)]
-        options: Options,
-    }
+    use crate::process::options;
 
     fn added(spec: &Value, words: &[&str], user: Option<User>) -> Result<Value, String> {
-        let line = [&["exec"], words, &["pod", "--", "id", "-u"]].concat();
-        let options = Line::try_parse_from(line).unwrap().options;
+        let options = options(&[words, &["pod", "--", "id", "-u"]].concat()).unwrap();
         let window = Some(Size { width: 91, height: 23 });
         let bytes =
             process(spec, Path::new("/b"), &options, user, window).map_err(|error| error.to_string())?;

@@ -224,13 +224,8 @@ mod tests {
         let state = dir.path().join("c/ns/demo");
         fs::create_dir_all(&state).unwrap();
         let find = || {
-            #[derive(Debug, clap::Parser)]
-            struct Line {
-                #[command(flatten)]
-                options: Options,
-            }
-            let line: Line = clap::Parser::try_parse_from(["exec", "demo", "--", "true"]).unwrap();
-            find(dir.path(), &line.options).map(drop).unwrap_err().to_string()
+            let options = crate::process::options(&["demo", "--", "true"]).unwrap();
+            find(dir.path(), &options).map(drop).unwrap_err().to_string()
         };
         assert!(find().contains("it is made or removed at this moment"));
         let shim = "{\"effect\":\"shim\",\"pid\":4194304,\"start_time\":1}\n";

@@ -11,7 +11,6 @@ use std::{
 
 use async_trait::async_trait;
 use bulkhead_host_shim::operator::ContainerPlace;
-use clap::Parser;
 use containerd_shim_protos::{
     api,
     shim_async::{Task, create_task},
@@ -21,6 +20,7 @@ use serde_json::{Value, json};
 use ttrpc::r#async::{Server, TtrpcContext};
 
 use super::*;
+use crate::process::options;
 
 /// A shim with one container.
 #[derive(Debug)]
@@ -99,12 +99,6 @@ impl Task for FakeShim {
     }
 }
 
-#[derive(Debug, Parser)]
-struct Line {
-    #[command(flatten)]
-    options: Options,
-}
-
 /// How `bulkhead exec` ends with this shim, and what it has asked.
 struct Played {
     status: Result<u8, String>,
@@ -125,10 +119,10 @@ async fn play(shim: FakeShim) -> Played {
     let spec = json!({ "process": { "args": ["own"], "env": ["A=1"], "cwd": "/" } });
     let (state, shim_pid) = (dir.path().join("state"), 77);
     let target = Target { pod: "pod".into(), state, shim_pid, socket, place, spec };
-    let line = Line::try_parse_from(["exec", "pod", "--", "id"]).unwrap();
+    let options = options(&["pod", "--", "id"]).unwrap();
     let directory = ExecDirectory::create_in(&dir.path().join("execs"), shim_pid).unwrap();
     let mut signals = Signals::catch().unwrap();
-    let status = exec_in(&directory, &target, &line.options, &mut signals).await;
+    let status = exec_in(&directory, &target, &options, &mut signals).await;
     Played {
         status: status.map_err(|error| error.to_string()),
         asked: shim.asked.lock().unwrap().clone(),

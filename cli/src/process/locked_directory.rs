@@ -100,6 +100,12 @@ pub(crate) fn leftovers(root: &Path) -> impl Iterator<Item = (PathBuf, File)> {
     })
 }
 
+/// The leftovers that are to be removed. One that is empty is removed at once: it may be that of a command that begins,
+/// which then makes another.
+pub(crate) fn filled_leftovers(root: &Path) -> impl Iterator<Item = (PathBuf, File)> {
+    leftovers(root).filter(|(path, _)| fs::remove_dir(path).is_err())
+}
+
 /// How many commands live whose directories have this prefix.
 pub(crate) fn count_living(root: &Path, prefix: &str) -> usize {
     let has_prefix = |path: &Path| {
@@ -136,6 +142,10 @@ mod tests {
         assert_eq!(count_living(&root, "7-"), 0);
         let left: Vec<_> = leftovers(&root).map(|(path, _)| path).collect();
         assert_eq!(left, std::slice::from_ref(&path));
+        fs::write(path.join("file"), "").unwrap();
+        assert_eq!(filled_leftovers(&root).count(), 1);
+        fs::remove_file(path.join("file")).unwrap();
+        assert_eq!((filled_leftovers(&root).count(), path.exists()), (0, false));
         remove(&path).unwrap();
         remove(other.path()).unwrap();
         assert!(!root.exists());

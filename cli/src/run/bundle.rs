@@ -166,18 +166,11 @@ fn mounts(options: &Options) -> Vec<Value> {
 
 #[cfg(test)]
 mod tests {
-    use clap::Parser;
-
     use super::*;
-
-    #[derive(Debug, Parser)]
-    struct Line {
-        #[command(flatten)]
-        options: Options,
-    }
+    use crate::process;
 
     fn options(words: &[&str]) -> Options {
-        Line::try_parse_from([&["run", "--rootfs", "/srv"], words].concat()).unwrap().options
+        process::options(&[&["--rootfs", "/srv"], words].concat()).unwrap()
     }
 
     fn program() -> Program {

@@ -103,15 +103,11 @@ pub(crate) fn leftovers() -> Vec<PathBuf> {
 /// why one is still there.
 pub(crate) fn remove_leftovers() -> Vec<(PathBuf, Result<(), RunError>)> {
     let remove = |(path, _lock): (PathBuf, File)| {
-        // One that is empty may be that of a run that begins, which then makes another.
-        if fs::remove_dir(&path).is_ok() {
-            return None;
-        }
         let id = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let removed = shim::delete(&id, &path)
             .and_then(|()| nat::disconnect(&path, &id))
             .and_then(|()| remove_files(&path));
-        Some((path, removed))
+        (path, removed)
     };
-    locked_directory::leftovers(Path::new(ROOT)).filter_map(remove).collect()
+    locked_directory::filled_leftovers(Path::new(ROOT)).map(remove).collect()
 }

@@ -42,12 +42,12 @@ use self::{
 use crate::process::{
     FAILED, ProcessError,
     attached::{self, Ended, Ending},
+    runtime,
     signals::{KILLED, Signals, interrupted},
     streams::{Fifos, Tail},
     terminal,
     user::User,
 };
-
 use crate::progress::{Progress, Unit};
 
 pub(crate) use self::options::Options;
@@ -97,8 +97,7 @@ fn execute(options: &Options, tail: &Tail) -> Result<End, RunError> {
         nat::check()?;
     }
     let source = Source::find(options)?;
-    let runtime =
-        tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(ProcessError::Begin)?;
+    let runtime = runtime()?;
     let ended = runtime.block_on(async {
         // What hangs there does not hold this run up.
         let leftovers = tokio::task::spawn_blocking(remove_leftovers);
