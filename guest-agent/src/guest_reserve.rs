@@ -35,7 +35,7 @@ const MEMORY_PER_FILE: u64 = 10 << 10;
 /// The inotify watches and fanotify marks that each user may have. The kernel computes the numbers from a hundredth of
 /// the memory at boot. This is the most that it ever allows by itself (fs/notify/inotify/inotify_user.c).
 const MAX_WATCHES: u64 = 1 << 20;
-/// What these limit is charged to the containers.
+/// The limits of these. A watch or a mark is charged to its container.
 const WATCHES: [&str; 2] = ["fs/inotify/max_user_watches", "fs/fanotify/max_user_marks"];
 /// These the kernel computes from the memory at boot too: watches of epoll (fs/eventpoll.c, eventpoll_init), and TCP
 /// sockets that no process has any more (net/ipv4/tcp.c, tcp_init). They grow with the memory.

@@ -144,8 +144,8 @@ impl Outputs {
 
     /// Waits for the end of all streams, when the program has ended: at most `limit` after the last time that a reader
     /// was waited for. A reader may take its time for what the program has written, until `cancelled` or until it is
-    /// `late`. The program has written no more than `most` bytes that are still to be read: who writes on is a child, which
-    /// is not followed.
+    /// `late`. No more than `most` bytes that the program has written are still to be read: what comes beyond them is
+    /// a child's, which is not followed.
     pub(crate) async fn drain(
         &mut self,
         limit: Duration,

@@ -449,9 +449,8 @@ async fn attend(mut child: Child, end: watch::Sender<Option<VmExit>>, console: O
                 Ok(Err(_)) | Err(_) => Heard::default(),
             };
             let guest = match guest {
-                Some(said) => Some(said),
                 None if status.success() && last_line.is_empty() => Some(console_says(console).await),
-                None => None,
+                said => said,
             };
             tracing::info!(%status, "the VMM ended");
             end.send_replace(Some(VmExit::Ended { status, last_line, guest }));

@@ -7,6 +7,7 @@ mod io;
 mod pressure;
 mod processors;
 mod trace;
+mod turns;
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;

@@ -14,7 +14,7 @@ use anyhow::{Context, Result, ensure};
 use crate::dist::source_dir;
 use crate::e2e::Run;
 use crate::named::{Known, Named};
-use crate::page::filled;
+use crate::page::{day, filled};
 use crate::test::Tally;
 
 /// What a user of runc may miss, and why it is so. It is refused by an error that names it, unless it says otherwise.
@@ -172,8 +172,7 @@ pub(crate) fn page(
     now: SystemTime,
     by_name: &str,
 ) -> Result<String> {
-    let date = humantime::format_rfc3339_seconds(now).to_string();
-    let date = date.split('T').next().unwrap_or_default();
+    let date = day(now);
     let mut page = format!(
         "# Conformance\n\nWritten by `cargo xtask test --write-conformance`, which ran all end-to-end tests in the rig \
          on {date}, of commit {commit}.\n\n{}\n",
@@ -321,8 +320,8 @@ mod tests {
         }
         assert!(
             page == renewed,
-            "docs/conformance.md has another list than tests/xtask/src/conformance.rs, other tables than the pages that it \
-             shows, or lines that are too long: run `WRITE_DIFFERENCES=1 cargo test -p xtask differences`"
+            "docs/conformance.md has another list than tests/xtask/src/conformance.rs, other tables than the pages that \
+             it shows, or lines that are too long: run `WRITE_DIFFERENCES=1 cargo test -p xtask differences`"
         );
     }
 }

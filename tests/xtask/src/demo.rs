@@ -11,6 +11,7 @@ use clap::{Args, ValueEnum};
 use crate::cache::Cache;
 use crate::dist::{self, Profile, source_dir};
 use crate::oci::IMAGE;
+use crate::page::day;
 use crate::progress::step;
 use crate::recording::{PROMPT, Recording};
 use crate::rig::{Accelerator, Io, Limit, Payload, Rig, Session};
@@ -90,8 +91,7 @@ pub(crate) fn run(cache: &Cache, tools: &Tools, arguments: &DemoArguments) -> Re
 
 /// Writes the recording and its picture.
 fn record(recording: &Recording) -> Result<()> {
-    let today = humantime::format_rfc3339_seconds(SystemTime::now()).to_string();
-    let today = today.split('T').next().unwrap_or_default();
+    let today = day(SystemTime::now());
     let description = format!(
         "`cargo xtask demo --record` wrote this on {today}, in real time. The host was {}.",
         Accelerator::describe()

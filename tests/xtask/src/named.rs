@@ -14,6 +14,7 @@ use crate::conformance;
 use crate::dist::source_dir;
 use crate::e2e::Run;
 use crate::outcomes::{lock_records, read, replace};
+use crate::page::day;
 
 /// A case of the tests' program.
 #[derive(Debug, PartialEq)]
@@ -72,7 +73,6 @@ pub(crate) struct Ended {
 
 /// The last outcomes of cases, by the name of the job and the case.
 pub(crate) struct Named {
-    path: PathBuf,
     groups: BTreeMap<String, String>,
     jobs: BTreeMap<String, BTreeMap<String, Ended>>,
 }
@@ -80,10 +80,9 @@ pub(crate) struct Named {
 impl Named {
     /// Opens the outcomes for a tree.
     pub(crate) fn open(cache: &Cache, tree: &Tree) -> Named {
-        let path = cache.dir().join("named.json");
         // Without them, or with a file that is damaged, the page says that the cases did not run.
-        let jobs = read(&path).unwrap_or_default();
-        Named { path, groups: tree.groups.clone(), jobs }
+        let jobs = read(&path(cache)).unwrap_or_default();
+        Named { groups: tree.groups.clone(), jobs }
     }
 
     /// How a case ended in a job, if the case has been the same since.
@@ -94,8 +93,7 @@ impl Named {
 
     /// Records the outcomes of a job. A case that ran several times has passed if it passed each time.
     fn add(&mut self, job: &str, run: &Run, tree: &Tree, now: SystemTime) {
-        let date = humantime::format_rfc3339_seconds(now).to_string();
-        let date = date.split('T').next().unwrap_or_default().to_owned();
+        let date = day(now);
         let mut ran = BTreeMap::<&str, bool>::new();
         for outcome in &run.outcomes {
             *ran.entry(&outcome.case).or_insert(true) &= outcome.failure.is_none();
@@ -114,9 +112,14 @@ impl Named {
     }
 }
 
+/// The file with the outcomes.
+fn path(cache: &Cache) -> PathBuf {
+    cache.dir().join("named.json")
+}
+
 /// Records the outcomes of jobs, each with its name. What another run has added meanwhile stays.
 pub(crate) fn record(cache: &Cache, tree: &Tree, jobs: &[(String, &Run)]) -> Result<()> {
-    let path = Named::open(cache, tree).path;
+    let path = path(cache);
     let _lock = lock_records(&path)?;
     let mut named = Named::open(cache, tree);
     jobs.iter().for_each(|(job, run)| named.add(job, run, tree, SystemTime::now()));
@@ -140,7 +143,7 @@ pub(crate) fn run(cases: &[(&str, bool)]) -> Run {
 pub(crate) fn example(jobs: &[(&str, &Run)], groups: &[&str]) -> Named {
     let groups: BTreeMap<_, _> = groups.iter().map(|group| ((*group).to_owned(), "1".to_owned())).collect();
     let tree = Tree { commit: "0123456789".to_owned(), groups };
-    let mut named = Named { path: PathBuf::new(), groups: tree.groups.clone(), jobs: BTreeMap::new() };
+    let mut named = Named { groups: tree.groups.clone(), jobs: BTreeMap::new() };
     jobs.iter().for_each(|(job, run)| named.add(job, run, &tree, SystemTime::UNIX_EPOCH));
     named
 }
@@ -189,7 +192,7 @@ jail/two                         bulkhead       since containerd 2.0, only by it
         assert_eq!(ended(&now, "b", "exec/one"), Some((true, "c3".to_owned())));
         // The sources of the case have changed.
         assert_eq!(ended(&tree("c3", "2"), "a", "exec/one"), None);
-        fs::write(Named::open(&cache, &now).path, "{").unwrap();
+        fs::write(path(&cache), "{").unwrap();
         assert_eq!(ended(&now, "a", "exec/one"), None);
     }
 }

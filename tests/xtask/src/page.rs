@@ -1,7 +1,16 @@
 //! Lines of the pages that the tasks write: prose has at most 120 columns.
 
+use std::time::SystemTime;
+
 /// The most columns of a line of prose, in pages and in the descriptions of pictures.
 const MOST_COLUMNS: usize = 120;
+
+/// The day of a time, such as `2026-11-26`.
+pub(crate) fn day(time: SystemTime) -> String {
+    let mut day = humantime::format_rfc3339_seconds(time).to_string();
+    day.truncate("2026-11-26".len());
+    day
+}
 
 /// Breaks the lines of prose that are too long. Rows of tables, headings, pictures and code stay as they are.
 pub(crate) fn filled(page: &str) -> String {

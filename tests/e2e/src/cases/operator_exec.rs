@@ -6,7 +6,8 @@ use std::path::Path;
 use anyhow::{Result, ensure};
 
 use super::Case;
-use crate::command::{Cmd, Finished, Size};
+use super::run::has_a_terminal;
+use crate::command::{Cmd, Finished};
 use crate::cri::messages::ContainerState;
 use crate::ctr::{COMMAND, Host};
 use crate::fixtures::noise;
@@ -43,18 +44,7 @@ fn program(host: &Host) -> Result<()> {
     let both = exec(host, &["-i", id, "--", "sh", "-c", "tee /dev/stderr"]).input(input.clone()).run()?;
     both.succeeds()?.prints_bytes(&input)?.complains_bytes(&input)?;
 
-    let script = "stty size; read word; echo got $word; trap 'stty size; exit 3' WINCH; echo ready; \
-                  while :; do sleep 0.1; done";
-    let size = Size { width: 91, height: 23 };
-    let mut running = exec(host, &["-it", id, "--", "sh", "-c", script]).start_in_terminal(size)?;
-    running.wait_for("23 91\r\n")?;
-    running.write(b"it\r")?;
-    running.wait_for("got it\r\n")?;
-    running.wait_for("ready\r\n")?;
-    running.resize(Size { width: 100, height: 40 })?;
-    running.wait_for("40 100\r\n")?;
-    running.finish()?.exits(3)?;
-    Ok(())
+    has_a_terminal(|script| exec(host, &["-it", id, "--", "sh", "-c", script]))
 }
 
 /// The directories of all execs.

@@ -208,12 +208,12 @@ fn reader_goes_away(host: &Host) -> Result<()> {
     Ok(())
 }
 
-fn terminal(host: &Host) -> Result<()> {
-    let root = Root::mount(host)?;
+/// Runs a script by a command that has a terminal: the program has it too, with its size, its input and its signals.
+pub(super) fn has_a_terminal(start: impl FnOnce(&str) -> Cmd) -> Result<()> {
     let script = "stty size; read word; echo got $word; trap 'stty size; exit 3' WINCH; echo ready; \
                   while :; do sleep 0.1; done";
     let size = Size { width: 91, height: 23 };
-    let mut running = start_in(host, &root, &["--tty", "sh", "-c", script]).start_in_terminal(size)?;
+    let mut running = start(script).start_in_terminal(size)?;
     running.wait_for("23 91\r\n")?;
     running.write(b"it\r")?;
     running.wait_for("got it\r\n")?;
@@ -221,6 +221,12 @@ fn terminal(host: &Host) -> Result<()> {
     running.resize(Size { width: 100, height: 40 })?;
     running.wait_for("40 100\r\n")?;
     running.finish()?.exits(3)?;
+    Ok(())
+}
+
+fn terminal(host: &Host) -> Result<()> {
+    let root = Root::mount(host)?;
+    has_a_terminal(|script| start_in(host, &root, &["--tty", "sh", "-c", script]))?;
     let refused = run_in(host, &root, &["--tty", "true"])?;
     refused.exits(125)?.fails_with("--tty: standard input is no terminal")?.says_one_line()?;
     Ok(())

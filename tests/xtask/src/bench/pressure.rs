@@ -6,28 +6,22 @@ mod numbers;
 
 use std::collections::BTreeMap;
 use std::fmt::{Display, Write as _};
-use std::fs;
-use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 
 use super::interval::spread;
+use super::turns::{self, RUNTIMES};
 use crate::cache::Cache;
-use crate::dist::{self, Profile, source_dir};
-use crate::e2e::E2E;
 use crate::page::filled;
-use crate::progress::step;
-use crate::rig::{Accelerator, Io, Limit, Payload, Rig, Session};
+use crate::rig::Accelerator;
 use crate::tools::Tools;
 use numbers::{LINE, Leak, Numbers, PageCache, Resized};
 
 const PAGE: &str = "docs/memory-pressure.md";
 /// The case that makes the pods and prints what became of them.
 const CASE: &str = "pod_memory/a_pod_under_pressure_in_numbers";
-const RUNTIMES: [&str; 2] = ["runc", "bulkhead"];
-/// How often it runs on each. The runtimes take turns.
+/// How often it runs on each runtime.
 const ROUNDS: usize = 5;
-const LIMIT: Duration = Duration::from_secs(10 * 60);
 
 const INTRODUCTION: &str = "\
 # A pod whose memory is short
@@ -73,33 +67,12 @@ the pod's cgroup as soon as the limit is in force, and *ends* after all that was
 type Runs = BTreeMap<&'static str, Vec<Numbers>>;
 
 pub(super) fn run(cache: &Cache, tools: &Tools) -> Result<()> {
-    let dist = dist::build(cache, tools, Profile::Quick)?;
-    let payload = Payload::new(cache, &[dist.put()])?;
-    let rig = Rig::ensure(cache, tools)?;
-    let mut session = step("starting the host", || rig.start(&payload))?;
     let mut runs = Runs::new();
-    for round in 0..ROUNDS {
-        let mut runtimes = RUNTIMES;
-        runtimes.rotate_left(round % RUNTIMES.len());
-        for runtime in runtimes {
-            let output = measured(&mut session, runtime)?;
-            let numbers = parsed(&output).with_context(|| format!("{CASE} on {runtime}"))?;
-            runs.entry(runtime).or_default().push(numbers);
-        }
-    }
-    session.finish();
-    let page = page(&runs, &Accelerator::describe())?;
-    println!("{page}");
-    fs::write(source_dir().join(PAGE), &page).with_context(|| format!("cannot write {PAGE}"))
-}
-
-/// What the case prints. It fails if a runtime does not do what the page is about: that is to be mended, not shown.
-fn measured(session: &mut Session, runtime: &str) -> Result<String> {
-    let argv = [E2E, "test", "--runtime", runtime, "--exact", CASE].map(str::to_owned);
-    let mut output = Vec::new();
-    let status = session.run(&argv, Io::Shown(&mut output), Limit::Whole(LIMIT))?;
-    ensure!(status == 0, "{CASE} fails on {runtime}");
-    Ok(String::from_utf8_lossy(&output).into_owned())
+    turns::run(cache, tools, CASE, ROUNDS, |runtime, output| {
+        runs.entry(runtime).or_default().push(parsed(output)?);
+        Ok(())
+    })?;
+    turns::write(PAGE, &page(&runs, &Accelerator::describe())?)
 }
 
 /// The numbers in the output of the case.

@@ -3,17 +3,13 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
-use std::fs;
-use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 
 use super::interval::spread;
+use super::turns;
 use crate::cache::Cache;
-use crate::dist::{self, Profile, source_dir};
-use crate::e2e::E2E;
-use crate::progress::step;
-use crate::rig::{Accelerator, Io, Limit, Payload, Rig, Session};
+use crate::rig::Accelerator;
 use crate::tools::Tools;
 
 const PAGE: &str = "docs/processors.md";
@@ -21,10 +17,8 @@ const PAGE: &str = "docs/processors.md";
 const CASE: &str = "cpus/four_busy_processes_use_what_their_limit_allows";
 /// How a line of it begins that has numbers.
 const LINE: &str = "busy: limit ";
-const RUNTIMES: [&str; 2] = ["runc", "bulkhead"];
-/// How often it runs on each. The runtimes take turns.
+/// How often it runs on each runtime.
 const ROUNDS: usize = 3;
-const LIMIT: Duration = Duration::from_secs(10 * 60);
 
 const INTRODUCTION: &str = "\
 # Processors under a limit
@@ -55,38 +49,18 @@ struct Sample {
 type Samples = Vec<(String, BTreeMap<&'static str, Vec<Sample>>)>;
 
 pub(super) fn run(cache: &Cache, tools: &Tools) -> Result<()> {
-    let dist = dist::build(cache, tools, Profile::Quick)?;
-    let payload = Payload::new(cache, &[dist.put()])?;
-    let rig = Rig::ensure(cache, tools)?;
-    let mut session = step("starting the host", || rig.start(&payload))?;
     let mut samples = Samples::new();
-    for round in 0..ROUNDS {
-        let mut runtimes = RUNTIMES;
-        runtimes.rotate_left(round % RUNTIMES.len());
-        for runtime in runtimes {
-            let output = busy(&mut session, runtime)?;
-            for (limit, sample) in output.lines().filter_map(parsed) {
-                let at = samples.iter().position(|(known, _)| *known == limit).unwrap_or_else(|| {
-                    samples.push((limit, BTreeMap::new()));
-                    samples.len() - 1
-                });
-                samples[at].1.entry(runtime).or_default().push(sample);
-            }
+    turns::run(cache, tools, CASE, ROUNDS, |runtime, output| {
+        for (limit, sample) in output.lines().filter_map(parsed) {
+            let at = samples.iter().position(|(known, _)| *known == limit).unwrap_or_else(|| {
+                samples.push((limit, BTreeMap::new()));
+                samples.len() - 1
+            });
+            samples[at].1.entry(runtime).or_default().push(sample);
         }
-    }
-    session.finish();
-    let page = page(&samples)?;
-    println!("{page}");
-    fs::write(source_dir().join(PAGE), &page).with_context(|| format!("cannot write {PAGE}"))
-}
-
-/// What the case prints.
-fn busy(session: &mut Session, runtime: &str) -> Result<String> {
-    let argv = [E2E, "test", "--runtime", runtime, "--exact", CASE].map(str::to_owned);
-    let mut output = Vec::new();
-    let status = session.run(&argv, Io::Shown(&mut output), Limit::Whole(LIMIT))?;
-    ensure!(status == 0, "{CASE} fails on {runtime}");
-    Ok(String::from_utf8_lossy(&output).into_owned())
+        Ok(())
+    })?;
+    turns::write(PAGE, &page(&samples)?)
 }
 
 /// The limit and the numbers of a line such as `busy: limit 1; nproc 2; used 8.0 s of 8.0 s; 12 rounds in 8.1 s`.

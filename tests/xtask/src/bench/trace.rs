@@ -12,6 +12,7 @@ use crate::cache::Cache;
 use crate::containerd::Containerd;
 use crate::dist::{self, Profile, source_dir};
 use crate::e2e::{E2E, RESTART};
+use crate::page::day;
 use crate::progress::step;
 use crate::rig::{Accelerator, Io, Limit, Payload, Rig, Session};
 use crate::svg::{self, Svg};
@@ -95,10 +96,9 @@ pub(super) fn run(cache: &Cache, tools: &Tools) -> Result<()> {
     ensure!(restarted == 0, "containerd {version} does not start in the inner host");
     let trace = traced(&mut session)?;
     session.finish();
-    let today = humantime::format_rfc3339_seconds(SystemTime::now()).to_string();
-    let today = today.split('T').next().unwrap_or_default();
+    let today = day(SystemTime::now());
     let path = source_dir().join(PICTURE);
-    fs::write(&path, draw(&trace, &caption(&trace, version, &Accelerator::describe(), today))?)
+    fs::write(&path, draw(&trace, &caption(&trace, version, &Accelerator::describe(), &today))?)
         .with_context(|| format!("cannot write {PICTURE}"))?;
     let path = source_dir().join(PAGE);
     let page = fs::read_to_string(&path).with_context(|| format!("cannot read {PAGE}"))?;

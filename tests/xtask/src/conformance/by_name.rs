@@ -27,7 +27,8 @@ fn long(cases: &[Known], named: &Named) -> String {
         "## Long cases\n\nThey take minutes, and run only if the whole name is given: `cargo xtask test CASE`, and \
          `cargo xtask test --runtime runc CASE`. This is how they ended last, if the sources of the tests have been \
          the same since; otherwise it says \"{NOT_RUN}\". The commit is that of the Bulkhead that was tested, whose \
-         programs were built without link-time optimization. A dash: the case is about what only Bulkhead has.\n\n| case | runc | Bulkhead | commit |\n|---|---|---|---|\n"
+         programs were built without link-time optimization. A dash: the case is about what only Bulkhead has.\n\n\
+         | case | runc | Bulkhead | commit |\n|---|---|---|---|\n"
     );
     for case in cases.iter().filter(|case| case.is_long) {
         let [runc, bulkhead] =

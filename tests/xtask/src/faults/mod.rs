@@ -16,6 +16,7 @@ use crate::cache::Cache;
 use crate::conformance;
 use crate::dist::{self, Profile, source_dir};
 use crate::e2e::{self, E2E};
+use crate::page::day;
 use crate::progress::step;
 use crate::rig::{Io, Limit, Payload, Rig};
 use crate::tools::Tools;
@@ -135,8 +136,7 @@ fn run_part(part: Part, rig: &Rig, payload: &Payload, arguments: &FaultArguments
 
 /// Replaces the part's section of the page by what came out now. `error`: the program's own, if it has failed.
 fn write(part: Part, output: &str, commit: &str, error: &str) -> Result<()> {
-    let date = humantime::format_rfc3339_seconds(SystemTime::now()).to_string();
-    let run = format!("Commit {commit}, {}", date.split('T').next().unwrap_or_default());
+    let run = format!("Commit {commit}, {}", day(SystemTime::now()));
     let docs = source_dir().join("docs");
     let mut text = if part == Part::Soak {
         let soak = Soak::read(output)?;

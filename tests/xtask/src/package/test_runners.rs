@@ -10,7 +10,7 @@ pub(super) const PAGE: &str = "test-runners.md";
 
 /// The server of the page, and the one of the trial. It is at an address of the host that is not its loopback
 /// interface's.
-const SERVER: &str = "https://www.debian.org/";
+const SERVER: &str = "https://example.com/";
 const OWN_SERVER: &str = "http://192.0.2.1:8080/";
 
 const START: &str = "ip link add trial0 type bridge && ip address add 192.0.2.1/24 dev trial0 && \
