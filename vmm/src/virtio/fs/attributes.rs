@@ -120,12 +120,12 @@ impl Server {
             }
             let path = path_of(&fd);
             if is_set(set::MODE) {
-                chmodat(CWD, &path, Mode::from_raw_mode(mode), AtFlags::empty())?;
+                chmodat(CWD, &*path, Mode::from_raw_mode(mode), AtFlags::empty())?;
             }
             if is_set(set::UID | set::GID) {
                 let id = |bit: u32, id: u32| (is_set(bit) && id != u32::MAX).then_some(id);
                 let (user, group) = (id(set::UID, user), id(set::GID, group));
-                chownat(CWD, &path, user.map(Uid::from_raw), group.map(Gid::from_raw), AtFlags::empty())?;
+                chownat(CWD, &*path, user.map(Uid::from_raw), group.map(Gid::from_raw), AtFlags::empty())?;
             }
             if is_set(set::ATIME | set::MTIME) {
                 let time = |set: u32, now: u32, seconds: u64, nanoseconds: u32| Timespec {
@@ -140,7 +140,7 @@ impl Server {
                     last_access: time(set::ATIME, set::ATIME_NOW, atime, atime_nsec),
                     last_modification: time(set::MTIME, set::MTIME_NOW, mtime, mtime_nsec),
                 };
-                utimensat(CWD, &path, &times, AtFlags::empty())?;
+                utimensat(CWD, &*path, &times, AtFlags::empty())?;
             }
             changed = Some(fd);
         }

@@ -85,7 +85,7 @@ impl Server {
         let (number, dir) = (file, self.path(parent)?);
         let file = self.path(number)?;
         self.check_name_before_change(number, &file)?;
-        linkat(CWD, path_of(&file), &*dir, name, AtFlags::SYMLINK_FOLLOW)?;
+        linkat(CWD, &*path_of(&file), &*dir, name, AtFlags::SYMLINK_FOLLOW)?;
         self.follow_copy(number, &file)?;
         self.made(parent, name)
     }
@@ -214,7 +214,7 @@ impl Server {
         let mode = Mode::from_raw_mode(create.mode);
         let file = Caller::of(&request.header)?.makes(create.mask, || openat(&*dir, c".", flags, mode))?;
         let stat = stat_at(&file, c"")?;
-        let anchor = openat(CWD, path_of(&file), OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
+        let anchor = openat(CWD, &*path_of(&file), OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
         let node = self.tables().nodes.found_nameless(request.header.node, &stat, anchor)?;
         self.created(node, kept, file)
     }

@@ -49,12 +49,12 @@ impl Server {
         let name = name_on_host(name)?.ok_or(Errno::PERM)?;
         let fd = self.path(request.header.node)?;
         self.check_name_before_change(request.header.node, &fd)?;
-        setxattr(path_of(&fd), &*name, value, flags)?;
+        setxattr(&*path_of(&fd), &*name, value, flags)?;
         self.follow_copy(request.header.node, &fd)?;
         if more_flags & SETXATTR_ACL_KILL_SGID != 0 {
             let mode = Mode::from_raw_mode(stat_at(&*fd, c"")?.stx_mode.into());
             if mode.contains(Mode::SGID) {
-                chmodat(CWD, path_of(&fd), mode - Mode::SGID, AtFlags::empty())?;
+                chmodat(CWD, &*path_of(&fd), mode - Mode::SGID, AtFlags::empty())?;
             }
         }
         Ok(done())
@@ -65,12 +65,14 @@ impl Server {
         let size = request.args.u32()?;
         request.args.skip(4)?;
         let name = name_on_host(request.args.text()?)?.ok_or(Errno::NODATA)?;
-        let path = path_of(&*self.path(request.header.node)?);
+        let fd = self.path(request.header.node)?;
+        let path = path_of(&fd);
         let found = match size {
-            0 => getxattr_query(path, &*name).map(size_out),
+            0 => getxattr_query(&*path, &*name).map(size_out),
             _ => {
                 let mut value = vec![0; size.min(LARGEST) as usize];
-                getxattr(path, &*name, &mut value[..]).map(|len| Body::default().bytes(&value[..len]).into())
+                getxattr(&*path, &*name, &mut value[..])
+                    .map(|len| Body::default().bytes(&value[..len]).into())
             }
         };
         match found {
@@ -85,7 +87,7 @@ impl Server {
     pub(super) fn list_xattrs(&mut self, mut request: Request) -> Result<Answer> {
         let size = request.args.u32()? as usize;
         let mut names = vec![0; LARGEST as usize];
-        let len = listxattr(path_of(&*self.path(request.header.node)?), &mut names[..])?;
+        let len = listxattr(&*path_of(&*self.path(request.header.node)?), &mut names[..])?;
         let names = names_in_guest(&names[..len]);
         match size {
             0 => Ok(size_out(names.len())),
@@ -98,7 +100,7 @@ impl Server {
         let name = name_on_host(request.args.text()?)?.ok_or(Errno::PERM)?;
         let fd = self.path(request.header.node)?;
         self.check_name_before_change(request.header.node, &fd)?;
-        removexattr(path_of(&fd), &*name)?;
+        removexattr(&*path_of(&fd), &*name)?;
         self.follow_copy(request.header.node, &fd)?;
         Ok(done())
     }

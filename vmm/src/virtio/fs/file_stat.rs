@@ -4,7 +4,7 @@ use std::{
     ffi::CStr,
     hash::{DefaultHasher, Hash, Hasher},
     ops::{Deref, DerefMut},
-    os::fd::{AsFd, AsRawFd, OwnedFd},
+    os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
 };
 
 use rustix::fs::{AtFlags, FileType, Statx, StatxFlags, readlinkat, statx};
@@ -49,7 +49,22 @@ pub(super) fn stat_at(dir: impl AsFd, name: &CStr) -> Result<FileStat> {
     Ok(FileStat { stat, target_hash })
 }
 
+/// A path to the file of a descriptor. It borrows the descriptor: once that is closed, the path leads nowhere, or to
+/// the file of another descriptor with the same number.
+pub(super) struct DescriptorPath<'fd> {
+    path: String,
+    _fd: BorrowedFd<'fd>,
+}
+
+impl Deref for DescriptorPath<'_> {
+    type Target = str;
+
+    fn deref(&self) -> &str {
+        &self.path
+    }
+}
+
 /// A path to the file of `fd`, for system calls that do not take an O_PATH descriptor.
-pub(super) fn path_of(fd: &OwnedFd) -> String {
-    format!("/proc/self/fd/{}", fd.as_raw_fd())
+pub(super) fn path_of(fd: &OwnedFd) -> DescriptorPath<'_> {
+    DescriptorPath { path: format!("/proc/self/fd/{}", fd.as_raw_fd()), _fd: fd.as_fd() }
 }

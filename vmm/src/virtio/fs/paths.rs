@@ -126,7 +126,7 @@ impl Server {
             return Err(Errno::ACCESS);
         }
         let flags = flags | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
-        let opened = openat(CWD, path_of(&fd), flags, Mode::empty())?;
+        let opened = openat(CWD, &*path_of(&fd), flags, Mode::empty())?;
         let stat = stat_at(&opened, c"")?;
         Ok((opened, stat))
     }
@@ -155,7 +155,7 @@ impl Server {
             return Ok(());
         }
         let flags = OFlags::WRONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
-        let opened = openat(CWD, path_of(fd), flags, Mode::empty())?;
+        let opened = openat(CWD, &*path_of(fd), flags, Mode::empty())?;
         self.check_name(number, &stat_at(&opened, c"")?)
     }
 
