@@ -8,8 +8,10 @@ use anyhow::{Result, ensure};
 use super::Case;
 use super::hangs::journal;
 use super::metrics::{OOM_KILLS, measured};
+use super::templates::state_dir;
 use crate::command::Cmd;
-use crate::ctr::{Container, Host, Runtime, Task};
+use crate::counts;
+use crate::ctr::{Container, Host, NAMESPACE, Runtime, Task};
 use crate::events::{Event, Events};
 use crate::fixtures::{CONFIGURATION, Replaced};
 
@@ -17,6 +19,7 @@ pub(super) const CASES: &[Case] = &[
     Case::both("a_container_beyond_its_limit_is_an_oom_event_and_137", container_killed),
     Case::both("a_child_beyond_the_limit_is_an_oom_event_and_the_container_lives", child_killed),
     Case::both("an_exec_beyond_the_limit_is_an_oom_event_and_137", exec_killed),
+    Case::both("a_program_that_takes_memory_little_by_little_is_killed", slow_leak),
     Case::both("a_container_within_its_limit_is_none", none),
     Case::bulkhead("a_vm_without_memory_is_told_from_a_limit", vm_without_memory),
 ];
@@ -97,6 +100,19 @@ fn exec_killed(host: &Host) -> Result<()> {
     let status = exit_status(&events, &task, seen)?;
     ensure!(status == 137, "expected  exit_status 137 of the exec\ncame      {status}");
     task.wait_for_state("RUNNING")
+}
+
+/// It executes its own code all the while, and the kernel must not think that it gets on by reading that code again.
+fn slow_leak(host: &Host) -> Result<()> {
+    let task = limited(host).detach(&["awk", "BEGIN { for (;;) held[n++] = sprintf(\"%65535s\", \"\") }"])?;
+    task.wait_for_state("STOPPED")?;
+    if host.runtime() == Runtime::Bulkhead {
+        let control = state_dir(NAMESPACE, task.id())?.join("control.sock");
+        let reads = counts::requests(&control)?.remove("READ").unwrap_or_default();
+        // 16 of them read the whole program.
+        ensure!(reads <= 50.0, "expected  the program read about once\ncame      {reads} requests to read");
+    }
+    task.ends(137)
 }
 
 fn none(host: &Host) -> Result<()> {
