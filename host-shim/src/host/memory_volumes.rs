@@ -158,6 +158,11 @@ fn is_volume(mount: &Mount<'_>, pod_uid: Option<&str>) -> bool {
     mount.root == Path::new("/") && name_of(1) == Some(OsStr::new(VOLUMES)) && is_own
 }
 
+/// Whether kubelet names a whole `emptyDir` volume so, in memory or not.
+pub(crate) fn is_empty_dir(source: &Path) -> bool {
+    source.parent().and_then(Path::file_name) == Some(OsStr::new(VOLUMES))
+}
+
 /// Which part of a volume with these mounts is at `path`.
 fn part_of(mounts: &[Mount<'_>], path: &Path) -> Option<PathBuf> {
     let around = mounts.iter().filter(|mount| !mount.is_removed() && path.starts_with(&mount.place));

@@ -26,6 +26,7 @@ pub(crate) mod patience;
 pub(crate) mod pending_operations;
 pub(crate) mod placeholder_process;
 pub(crate) mod pod_cgroups;
+pub(crate) mod pod_volumes;
 pub(crate) mod process_id;
 pub(crate) mod processors;
 pub(crate) mod remount;

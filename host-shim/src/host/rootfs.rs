@@ -3,7 +3,10 @@
 use std::{
     fs::{self, File},
     io,
-    os::unix::fs::{MetadataExt, lchown},
+    os::{
+        fd::OwnedFd,
+        unix::fs::{MetadataExt, lchown},
+    },
     path::{Path, PathBuf},
     thread,
 };
@@ -129,6 +132,12 @@ pub(crate) struct BindMount {
     pub(crate) propagation: Propagation,
 }
 
+impl BindMount {
+    pub(crate) fn failed(&self, source: io::Error) -> RootfsError {
+        RootfsError::BindSource { index: self.index, path: self.source.clone(), source }
+    }
+}
+
 /// Which mounts of a bind mount are read-only.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ReadOnly {
@@ -221,21 +230,27 @@ pub(crate) fn give_to_root(root: &Path, seen: (u32, u32)) -> Result<(), RootfsEr
     }
 }
 
-/// Binds a source of the host at `target`, which becomes a directory or a file as the source is. The socket of a
-/// service is returned instead: the guest has another one in its place.
-pub(crate) fn bind_source(bind_mount: &BindMount, target: &Path) -> Result<Option<HostSocket>, RootfsError> {
+/// What the source of a bind mount is, opened. It is opened once. So a change of its path cannot replace it between the
+/// check and the mount.
+pub(crate) enum Opened {
+    /// The socket of a service: the guest has another one in its place.
+    Socket(HostSocket),
+    Directory(OwnedFd),
+    File(OwnedFd),
+}
+
+/// Opens the source of a bind mount.
+pub(crate) fn open_source(bind_mount: &BindMount) -> Result<Opened, RootfsError> {
     let (index, path) = (bind_mount.index, || bind_mount.source.clone());
-    let failed = |source| RootfsError::BindSource { index, path: path(), source };
-    // It is opened once. So a change of its path cannot replace it between the check and the mount.
+    let failed = |source| bind_mount.failed(source);
     let opened = open(&bind_mount.source, OFlags::PATH | OFlags::CLOEXEC, Mode::empty());
     let opened = opened.map_err(|errno| failed(errno.into()))?;
     let opened = match host_socket::look(index, &bind_mount.source, opened).map_err(failed)? {
-        Source::Socket(socket) => return Ok(Some(socket)),
+        Source::Socket(socket) => return Ok(Opened::Socket(socket)),
         Source::Datagrams => return Err(RootfsError::Datagrams { index, path: path() }),
         Source::Other(opened) => opened,
     };
-    let source = no_symlinks::proc_path(&opened);
-    let found = fs::metadata(&source).map_err(failed)?;
+    let found = fs::metadata(no_symlinks::proc_path(&opened)).map_err(failed)?;
     // A node that the guest has keeps its owner and mode. Its numbers mean the same device there.
     if let Some(DeviceNode { is_block, major, minor, .. }) = DeviceNode::of(&found) {
         let is_same = |it: &Device| it.kind == Kind::Char && (it.major, it.minor) == (major, minor);
@@ -245,7 +260,19 @@ pub(crate) fn bind_source(bind_mount: &BindMount, target: &Path) -> Result<Optio
             return Err(RootfsError::Device { index, path: path(), major, minor });
         }
     }
-    if found.is_dir() { fs::create_dir(target) } else { File::create(target).map(drop) }.map_err(failed)?;
+    Ok(if found.is_dir() { Opened::Directory(opened) } else { Opened::File(opened) })
+}
+
+/// Binds an opened source at `target`, which becomes a directory or a file as the source is.
+pub(crate) fn bind_opened(
+    bind_mount: &BindMount,
+    opened: &OwnedFd,
+    target: &Path,
+) -> Result<(), RootfsError> {
+    let failed = |source| bind_mount.failed(source);
+    let source = no_symlinks::proc_path(opened);
+    let is_dir = fs::metadata(&source).map_err(failed)?.is_dir();
+    if is_dir { fs::create_dir(target) } else { File::create(target).map(drop) }.map_err(failed)?;
     let recursive = if bind_mount.recursive { MsFlags::MS_REC } else { MsFlags::empty() };
     bind(&source, target, recursive, bind_mount.propagation).map_err(failed)?;
     // The guest mounts it read-only itself; this holds when the guest does not.
@@ -254,7 +281,16 @@ pub(crate) fn bind_source(bind_mount: &BindMount, target: &Path) -> Result<Optio
         ReadOnly::Top => remount_read_only(target).map_err(failed)?,
         ReadOnly::All => remount::add_flags(target, MsFlags::MS_RDONLY).map_err(failed)?,
     }
-    Ok(None)
+    Ok(())
+}
+
+/// Opens a source that is no socket, and binds it.
+#[cfg(test)]
+pub(crate) fn bind_source(bind_mount: &BindMount, target: &Path) -> Result<(), RootfsError> {
+    match open_source(bind_mount)? {
+        Opened::Socket(socket) => panic!("{socket:?}"),
+        Opened::Directory(opened) | Opened::File(opened) => bind_opened(bind_mount, &opened, target),
+    }
 }
 
 fn bind(source: &Path, target: &Path, recursive: MsFlags, propagation: Propagation) -> io::Result<()> {

@@ -198,7 +198,7 @@ mod tests {
                 read_only: ReadOnly::Top,
                 propagation: Propagation::Private,
             };
-            bind_source(&bound, &own.join("0")).map(drop)
+            bind_source(&bound, &own.join("0"))
         })
         .unwrap();
         assert_eq!(fs::read_to_string(share.join("c/0/a blank/data")).unwrap(), "kept");

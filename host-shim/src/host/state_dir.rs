@@ -37,6 +37,8 @@ pub(crate) const JOURNAL: &str = "journal";
 
 /// The directory of the containers' journals, each named by its container's id.
 pub(crate) const CONTAINERS: &str = "containers";
+/// The journals of the volumes that its containers have in common.
+const VOLUMES: &str = "volumes";
 
 /// The directory that the guest sees.
 pub(crate) const SHARE: &str = "share";
@@ -103,6 +105,7 @@ impl StateDir {
             .and_then(|shim| journal.record(Effect::Shim(shim)))
             .and_then(|()| owners.iter().try_for_each(|owner| journal.record(owner.clone())))
             .and_then(|()| journal.make_dir(&path.join(CONTAINERS)))
+            .and_then(|()| journal.make_dir(&path.join(VOLUMES)))
             .and_then(|()| journal.record(Effect::File { path: path.join(START_RECORD) }))
             .and_then(|()| journal.record(Effect::File { path: path.join(EVENTS) }))
             .map_err(|source| StateDirError::Record { path: path.into(), source })?;
@@ -186,15 +189,31 @@ pub(crate) fn container_journal(path: &Path, id: &str) -> Result<Journal, UndoEr
     Journal::open(&path.join(CONTAINERS).join(id))
 }
 
-/// Undoes what a container of the pod at `path` has on the host, if anything is left.
-pub(crate) fn undo_container(path: &Path, id: &str) -> Result<(), UndoError> {
-    if !path.join(CONTAINERS).join(id).exists() {
-        return Ok(());
-    }
-    undo_container_journal(container_journal(path, id)?, path, id)
+/// The journal of a volume of the pod at `path`, which has this name in the share. It is undone while the pod goes on.
+pub(crate) fn volume_journal(path: &Path, name: &str) -> Result<Journal, UndoError> {
+    Journal::open(&path.join(VOLUMES).join(name))
 }
 
-fn undo_container_journal(journal: Journal, path: &Path, id: &str) -> Result<(), UndoError> {
+/// Undoes what a container of the pod at `path` has on the host, if anything is left.
+pub(crate) fn undo_container(path: &Path, id: &str) -> Result<(), UndoError> {
+    undo_part(path, CONTAINERS, id)
+}
+
+/// The same of a volume.
+pub(crate) fn undo_volume(path: &Path, name: &str) -> Result<(), UndoError> {
+    undo_part(path, VOLUMES, name)
+}
+
+fn undo_part(path: &Path, journals: &str, id: &str) -> Result<(), UndoError> {
+    let journal = path.join(journals).join(id);
+    if !journal.exists() {
+        return Ok(());
+    }
+    undo_part_journal(Journal::open(&journal)?, path, id)
+}
+
+/// `id` is the name in the share.
+fn undo_part_journal(journal: Journal, path: &Path, id: &str) -> Result<(), UndoError> {
     if journal.is_damaged() {
         // What its damaged lines named would keep the rest busy.
         for place in share::places_of(&path.join(SHARE), id) {
@@ -367,9 +386,9 @@ fn remove_claimed(path: &Path, journal: Journal, ends: &mut VmmEnds) -> Result<(
     if journal.is_damaged() {
         remove_damaged(path, &journal, ends)?;
     } else {
-        let containers = undo_containers(path);
+        let parts = undo_parts(path);
         let pod = journal.undo_with(ends);
-        containers.and(pod)?;
+        parts.and(pod)?;
     }
     gone(fs::remove_dir(path)).map_err(|source| not_removed(path, source))?;
     remove_empty_parents(path);
@@ -386,11 +405,11 @@ fn remove_damaged(path: &Path, journal: &Journal, ends: &mut VmmEnds) -> Result<
             tracing::error!(%config, error = chain(&error), "cannot end the VMM with this configuration");
         }
     }
-    let containers = undo_containers(path);
+    let parts = undo_parts(path);
     let unmounted = unmount_tree(path).map_err(|source| UndoError::Unmount { path: path.into(), source });
     // The journal stays until the last step, so that another try finds it damaged and takes these steps again.
     let pod = journal.undo_effects(ends);
-    let undone = killed.and(containers).and(unmounted).and(pod);
+    let undone = killed.and(parts).and(unmounted).and(pod);
     if let Ok(()) | Err(UndoError::VmmHangs { .. }) = undone {
         remove_all_but(path, JOURNAL).map_err(|source| not_removed(path, source))?;
     }
@@ -409,20 +428,24 @@ fn remove_empty_parents(path: &Path) {
     }
 }
 
-fn undo_containers(path: &Path) -> Result<(), UndoError> {
-    let journals = path.join(CONTAINERS);
+/// Undoes the journals of the containers and of their volumes.
+fn undo_parts(path: &Path) -> Result<(), UndoError> {
+    undo_all(path, CONTAINERS).and(undo_all(path, VOLUMES))
+}
+
+fn undo_all(path: &Path, journals: &str) -> Result<(), UndoError> {
+    let journals = path.join(journals);
     let list = |source| UndoError::List { path: journals.clone(), source };
     let entries = match fs::read_dir(&journals) {
-        // The pod has no container.
+        // The pod has none.
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
         other => other.map_err(list)?,
     };
     let mut result = Ok(());
     for entry in entries {
         let undone = match entry {
-            Ok(entry) => Journal::open(&entry.path()).and_then(|journal| {
-                undo_container_journal(journal, path, &entry.file_name().to_string_lossy())
-            }),
+            Ok(entry) => Journal::open(&entry.path())
+                .and_then(|journal| undo_part_journal(journal, path, &entry.file_name().to_string_lossy())),
             Err(source) => Err(list(source)),
         };
         result = result.and(undone);

@@ -6,37 +6,41 @@ use bulkhead_agent_api::MAX_HOST_SOCKETS;
 
 use crate::{
     host::{
-        host_socket::HostSocket,
         journal::{Effect, Journal},
-        rootfs::{RootfsError, bind_source, give_to_root, mount_rootfs},
+        pod_volumes::PodVolumes,
+        rootfs::{Opened, RootfsError, bind_opened, give_to_root, mount_rootfs, open_source},
         sandbox_files::SandboxFiles,
         share, state_dir,
     },
-    pod::create_request::{CreatePlan, CreateRequest},
+    pod::{
+        container_role::Role,
+        create_request::{CreatePlan, CreateRequest},
+        guest_spec::OtherSources,
+    },
     process::error::TaskError,
     types::{error::chain, id_mappings::IdMappings},
 };
 
 /// Puts the container's files into the share of the pod whose state directory is `state`. Each step is in the
-/// container's journal, and is undone after an error. Returns the sockets of services that the container mounts, which
-/// the guest does not see. Blocks.
+/// container's journal, or is one of the pod's volumes, and is undone after an error. Blocks.
 pub(crate) fn prepare(
     state: &Path,
+    volumes: &PodVolumes,
     plan: &CreatePlan,
     creation: &CreateRequest,
-) -> Result<Vec<Arc<HostSocket>>, TaskError> {
+) -> Result<OtherSources, TaskError> {
     let mut journal = state_dir::container_journal(state, &plan.id)?;
     let bundle = Effect::Bundle { path: creation.bundle().to_owned() };
     journal.record(bundle).map_err(|source| RootfsError::Share { path: state.to_owned(), source })?;
     let made = match creation {
         CreateRequest::Sandbox { config, .. } => {
             let files = SandboxFiles { hostname: &plan.hostname, resolv_conf: config.resolv_conf.as_deref() };
-            files.make(&mut journal, state).map(|()| Vec::new()).map_err(TaskError::from)
+            files.make(&mut journal, state).map(|()| OtherSources::default()).map_err(TaskError::from)
         }
-        CreateRequest::Task(_) => mount_files(&mut journal, &state_dir::share_path(state), plan),
+        CreateRequest::Task(_) => mount_files(&mut journal, state, volumes, plan),
     };
     if made.is_err()
-        && let Err(error) = journal.undo()
+        && let Err(error) = journal.undo().and(volumes.release(state, &plan.id))
     {
         tracing::error!(error = chain(&error), "the container left something on the host");
     }
@@ -45,11 +49,13 @@ pub(crate) fn prepare(
 
 fn mount_files(
     journal: &mut Journal,
-    share: &Path,
+    state: &Path,
+    volumes: &PodVolumes,
     plan: &CreatePlan,
-) -> Result<Vec<Arc<HostSocket>>, TaskError> {
-    let Some(rootfs) = &plan.rootfs else { return Ok(Vec::new()) };
-    let mut sockets = Vec::new();
+) -> Result<OtherSources, TaskError> {
+    let mut others = OtherSources::default();
+    let Some(rootfs) = &plan.rootfs else { return Ok(others) };
+    let is_member = matches!(plan.role, Role::Member { .. });
     let fill = |own: &Path| {
         let root = own.join(bulkhead_vmm_api::ROOTFS);
         mount_rootfs(rootfs, &root)?;
@@ -60,14 +66,31 @@ fn mount_files(
         fs::create_dir(&mounts).map_err(|source| RootfsError::Share { path: mounts.clone(), source })?;
         let profile = plan.apparmor.as_ref().map(|policy| policy.profile.as_str());
         for bind in &plan.binds {
-            let socket = bind_source(bind, &mounts.join(bind.index.to_string()))?;
-            sockets.extend(socket.map(|socket| Arc::new(socket.confined_by(profile))));
+            let opened = match open_source(bind)? {
+                Opened::Socket(socket) => {
+                    others.sockets.push(Arc::new(socket.confined_by(profile)));
+                    continue;
+                }
+                Opened::Directory(directory) => {
+                    let volume = match is_member {
+                        true => volumes.mount(state, &plan.id, bind, &directory)?,
+                        false => None,
+                    };
+                    if let Some(place) = volume {
+                        others.volumes.push((bind.index, place));
+                        continue;
+                    }
+                    directory
+                }
+                Opened::File(file) => file,
+            };
+            bind_opened(bind, &opened, &mounts.join(bind.index.to_string()))?;
         }
-        match sockets.len() {
+        match others.sockets.len() {
             count if count > MAX_HOST_SOCKETS => Err(RootfsError::Sockets { count }),
             _ => Ok(()),
         }
     };
-    share::add(journal, share, &plan.id, plan.binds.len(), fill)?;
-    Ok(sockets)
+    share::add(journal, &state_dir::share_path(state), &plan.id, plan.binds.len(), fill)?;
+    Ok(others)
 }

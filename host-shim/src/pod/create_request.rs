@@ -1,14 +1,13 @@
 //! A create request: what containerd and the bundle's config.json ask for, checked whole before anything is done.
 
 use std::{
-    borrow::Cow,
     collections::{BTreeMap, HashMap},
     fs, io,
     path::{Path, PathBuf},
     sync::Arc,
 };
 
-use bulkhead_agent_api::{HOST_SOCKETS_DIR, ROOTS_DIR, SHARE_DIR, SHM_DIR, VOLUMES_DIR};
+use bulkhead_agent_api::{ROOTS_DIR, SHARE_DIR, SHM_DIR, VOLUMES_DIR};
 use bulkhead_vmm_api::ROOTFS;
 use containerd_shim_protos::{api, sandbox_api::CreateSandboxRequest};
 use serde::{Deserialize, de::DeserializeOwned};
@@ -19,7 +18,6 @@ use crate::{
         apparmor::Policy,
         device_node::{DeviceNode, NODES},
         hooks::Hooks,
-        host_socket::HostSocket,
         kubelet_volumes::{self, Budget, KubeletVolume, VolumeError},
         memory_volumes::{self, MemoryVolume},
         rootfs::{BindMount, DiskRoot, Mount, Propagation, ReadOnly, Rootfs},
@@ -29,7 +27,7 @@ use crate::{
         container_role::{self, Joined, Role},
         cri::SandboxConfig,
         device_mounts,
-        devices::{self, Disk, Numbers, ThisHost},
+        devices::{self, Disk, ThisHost},
         huge_pages::{self, HugePagesMount},
     },
     types::{
@@ -38,7 +36,7 @@ use crate::{
         id_mappings::IdMappings,
         options::Options,
         request_error::{RequestError, invalid, unimplemented},
-        spec::{Linux, Resources, Spec, edit_json, is_bind},
+        spec::{Linux, Resources, Spec, is_bind},
         stdio_endpoint::StdioPlan,
         terminal,
     },
@@ -278,43 +276,6 @@ impl CreatePlan {
             spec_json: serde_json::to_vec(&document).map_err(|source| file.damaged(source))?,
         })
     }
-}
-
-/// The spec for the guest, in which the guest's own sockets are in the places of those of the host.
-pub(crate) fn with_host_sockets<'s>(
-    spec_json: Cow<'s, [u8]>,
-    id: &str,
-    sockets: &[Arc<HostSocket>],
-) -> Result<Cow<'s, [u8]>, serde_json::Error> {
-    if sockets.is_empty() {
-        return Ok(spec_json);
-    }
-    edit_json(&spec_json, |document| {
-        for socket in sockets {
-            let source = format!("{HOST_SOCKETS_DIR}/{id}/{}", socket.index);
-            document["mounts"][socket.index]["source"] = source.into();
-        }
-    })
-}
-
-/// The spec for the guest, with the guest's numbers of the block devices that it has got from the host.
-pub(crate) fn with_disks<'s>(
-    spec_json: Cow<'s, [u8]>,
-    disks: &[(Disk, Numbers)],
-) -> Result<Cow<'s, [u8]>, serde_json::Error> {
-    if disks.is_empty() {
-        return Ok(spec_json);
-    }
-    edit_json(&spec_json, |document| devices::translate(document, disks))
-}
-
-/// The spec for the guest, whose root is at `place` in the guest.
-pub(crate) fn with_root<'s>(
-    spec_json: Cow<'s, [u8]>,
-    place: Option<String>,
-) -> Result<Cow<'s, [u8]>, serde_json::Error> {
-    let Some(place) = place else { return Ok(spec_json) };
-    edit_json(&spec_json, |document| document["root"]["path"] = place.into())
 }
 
 /// The options of the request. Those that concern the shim came to `start` too.

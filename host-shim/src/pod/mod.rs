@@ -8,6 +8,7 @@ pub(crate) mod create_request;
 pub(crate) mod cri;
 mod device_mounts;
 mod devices;
+mod guest_spec;
 mod huge_pages;
 #[expect(clippy::module_inception, reason = "the type that the layer is named after")]
 pub(crate) mod pod;

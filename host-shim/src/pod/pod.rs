@@ -38,9 +38,7 @@ use crate::{
     host::{
         blocking,
         hooks::{Hooks, POSTSTOP},
-        host_socket::HostSocket,
         pending_operations::Operation,
-        state_dir,
     },
     io::events::Publisher,
     pod::{
@@ -48,6 +46,7 @@ use crate::{
         container_files,
         container_role::Role,
         create_request::{CreatePlan, CreateRequest},
+        guest_spec::OtherSources,
         pod_vm::{PodVm, Settings},
     },
     process::{
@@ -304,30 +303,30 @@ impl Pod {
         let plan = Arc::new(plan);
         let timed = vm.time(&plan.id, Step::MountFiles);
         let step = creating.begin_step(vm, creation.id()).await;
-        let host_sockets = self.prepare_files(&creation, &plan, step).await?;
+        let other_sources = self.prepare_files(&creation, &plan, step).await?;
         drop(timed);
         *lock(&creating.hooks) = Some(Arc::clone(&plan.hooks));
         let guest = vm.guest_for(&plan).await?;
         let environment =
-            Environment { pod: Arc::clone(vm), guest, events: self.0.events.clone(), host_sockets };
+            Environment { pod: Arc::clone(vm), guest, events: self.0.events.clone(), other_sources };
         let _timed = vm.time(&plan.id, Step::CreateContainer);
         Container::create(creation, &plan, environment).await
     }
 
-    /// Puts the container's files into the share, and returns the sockets of services that it mounts. If the caller
-    /// gives up while a mount source hangs, the thread undoes its mounts when it continues.
+    /// Puts the container's files into the share. If the caller gives up while a mount source hangs, the thread undoes
+    /// its mounts when it continues.
     async fn prepare_files(
         &self,
         creation: &CreateRequest,
         plan: &Arc<CreatePlan>,
         step: HostStep,
-    ) -> Result<Vec<Arc<HostSocket>>, TaskError> {
+    ) -> Result<OtherSources, TaskError> {
         let (state, creation, plan) = (self.0.vm.settings.state_path(), creation.clone(), Arc::clone(plan));
         let (undo_state, id) = (state.clone(), plan.id.clone());
         let (vm, runtime) = (Arc::clone(&self.0.vm), Handle::current());
-        let abandoned = move |(made, step): (Result<Vec<Arc<HostSocket>>, TaskError>, HostStep)| {
+        let abandoned = move |(made, step): (Result<OtherSources, TaskError>, HostStep)| {
             if made.is_ok() {
-                if let Err(error) = state_dir::undo_container(&undo_state, &id) {
+                if let Err(error) = vm.pod_volumes.undo_container(&undo_state, &id) {
                     tracing::error!(
                         container = id,
                         error = chain(&error),
@@ -339,9 +338,10 @@ impl Pod {
             }
             drop(step);
         };
-        let (made, _step) =
-            blocking::run(move || (container_files::prepare(&state, &plan, &creation), step), abandoned)
-                .await?;
+        let prepared = Arc::clone(&self.0.vm);
+        let prepare =
+            move || (container_files::prepare(&state, &prepared.pod_volumes, &plan, &creation), step);
+        let (made, _step) = blocking::run(prepare, abandoned).await?;
         made
     }
 

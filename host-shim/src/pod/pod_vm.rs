@@ -44,6 +44,7 @@ use crate::{
         failure_counts,
         journal::{Effect, UndoError},
         pending_operations::PendingOperations,
+        pod_volumes::PodVolumes,
         sandbox_files, state_dir,
         undo::UNDO,
     },
@@ -110,6 +111,8 @@ pub(crate) struct PodVm {
     pub(crate) host_connections: Connections,
     disks: Disks,
     pub(crate) volume_copies: VolumeCopies,
+    /// Directories of the host that its containers have in common.
+    pub(crate) pod_volumes: Arc<PodVolumes>,
     containers: Mutex<HashMap<String, Registered>>,
     /// The huge pages of a pod of Kubernetes, bytes. Those of its containers are a part of them.
     huge_pages: AtomicU64,
@@ -162,6 +165,7 @@ impl PodVm {
             host_connections: Connections::default(),
             disks: Disks::default(),
             volume_copies: VolumeCopies::default(),
+            pod_volumes: Arc::default(),
             containers: Mutex::default(),
             huge_pages: AtomicU64::default(),
             limits_changed: watch::Sender::default(),
@@ -384,7 +388,8 @@ impl PodVm {
 
     async fn undo_container(&self, id: &str) -> Result<(), TaskError> {
         let (state, container) = (self.settings.state_path(), id.to_owned());
-        self.undo(id, move || state_dir::undo_container(&state, &container)).await?;
+        let volumes = Arc::clone(&self.pod_volumes);
+        self.undo(id, move || volumes.undo_container(&state, &container)).await?;
         self.close_unmounted(id).await;
         Ok(())
     }

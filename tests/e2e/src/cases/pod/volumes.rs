@@ -17,6 +17,7 @@ pub(in crate::cases) const CASES: &[Case] = &[
     Case::both("an_update_comes_as_a_whole_and_raises_events", update),
     Case::both("a_volume_too_large_for_a_copy_is_read_from_the_host", too_large),
     Case::both("containers_meet_at_sockets_and_pipes_in_a_volume", meeting_places),
+    Case::both("files_of_a_volume_are_the_same_ones_for_all_containers", same_files),
 ];
 
 /// The files of a volume, by their names.
@@ -139,6 +140,45 @@ fn update(host: &Host) -> Result<()> {
     wait_until("the second version in the other container", host.patience(super::SEEN), || {
         Ok(watcher.sh(listed)?.text() == seen("..2026_11_25_10_01_00.2", "new"))
     })?;
+    pod.remove()
+}
+
+/// Locks /v/lock, and holds the lock.
+const LOCK: &str = r#"
+    open(my $file, ">", "/v/lock") or die $!;
+    flock($file, 2) or die $!;
+    mkdir "/v/sub" or die $!;
+    $| = 1;
+    print "locked\n";
+    sleep 1000;
+"#;
+
+/// Says whether it could lock the file now.
+const TRY_LOCK: &str =
+    r#"open(my $file, "<", "/v/lock") or die $!; print flock($file, 6) ? "free\n" : "locked\n""#;
+
+/// So one container sees what another one locks and makes. The first may write, and goes before the second, which only
+/// reads.
+fn same_files(host: &Host) -> Result<()> {
+    let directory = scratch()?;
+    let pod = Pod::start(host)?;
+    let writer = with_perl(pod.container()).mount(directory.path(), "/v");
+    let writer = writer.start(&["/usr/bin/perl", "-e", LOCK])?;
+    writer.wait_for("locked\n")?;
+    let watch = WATCH.replace("/config", "/v");
+    let reader = with_perl(pod.container()).mount_read_only(directory.path(), "/v");
+    let reader = reader.start(&["/usr/bin/perl", "-e", &watch])?;
+    reader.wait_for("ready\n")?;
+    let inodes = "stat -c %d:%i /v /v/sub /v/lock; touch /v/new 2>/dev/null || echo read-only";
+    let seen = writer.sh(inodes)?.text();
+    reader.wait_for("made new\n")?;
+    reader.sh(inodes)?.succeeds()?.prints(&format!("{seen}read-only\n"))?;
+    let lock = || reader.exec(&["/usr/bin/perl", "-e", TRY_LOCK]);
+    lock()?.prints("locked\n")?;
+    // The volume stays when the container ends that was the first to have it.
+    writer.stop(0)?;
+    writer.remove()?;
+    lock()?.prints("free\n")?;
     pod.remove()
 }
 

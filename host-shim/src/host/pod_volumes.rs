@@ -1,0 +1,337 @@
+//! Directories of the host that containers of a pod mount. All that mount the same one have one mount in the share. So
+//! a file is the same inode for all of them: its locks, shared mappings and watches (inotify(7)) reach from one
+//! container to the other, as on the host.
+//!
+//! Each is in a directory of its own in the share, `_NUMBER`, which is not the id of a container: containerd's begin
+//! with a letter or a digit. Its journal is undone when the last container is gone that mounts it.
+
+use std::{
+    collections::BTreeSet,
+    fs, io,
+    os::{fd::OwnedFd, unix::fs::MetadataExt},
+    path::Path,
+    sync::{Mutex, MutexGuard, PoisonError},
+};
+
+use rustix::fs::{AtFlags, StatxFlags, statx};
+
+use crate::host::{
+    journal::UndoError,
+    memory_volumes, no_symlinks,
+    rootfs::{BindMount, Propagation, ReadOnly, RootfsError, bind_opened},
+    share, state_dir,
+};
+
+/// What a volume is mounted as in its directory of the share.
+const MOUNT: &str = "volume";
+
+/// The directories that the containers of a pod have in common, or may have.
+#[derive(Debug, Default)]
+pub(crate) struct PodVolumes(Mutex<Table>);
+
+/// It has at most one volume for each mount of the containers that exist.
+#[derive(Debug, Default)]
+struct Table {
+    volumes: Vec<Volume>,
+    /// The number of the next one. None is used twice.
+    next: u64,
+}
+
+#[derive(Debug)]
+struct Volume {
+    name: String,
+    source: Source,
+    state: State,
+    /// The ids of the containers that mount it.
+    containers: BTreeSet<String>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum State {
+    /// It is being mounted for its first container. That may take any time, and no other container waits for it.
+    Begun,
+    Mounted,
+    /// It is being unmounted, and can be used no more.
+    Ending,
+    /// It could not be unmounted.
+    Left,
+}
+
+/// What is mounted, and how.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Source {
+    device: u64,
+    inode: u64,
+    /// Other mounts of the same directory may have other flags, and other mounts below.
+    mount: u64,
+    recursive: bool,
+    propagation: Propagation,
+    read_only: ReadOnly,
+}
+
+impl Source {
+    fn of(bind: &BindMount, directory: &OwnedFd) -> io::Result<Self> {
+        let metadata = fs::metadata(no_symlinks::proc_path(directory))?;
+        let mount = statx(directory, c"", AtFlags::EMPTY_PATH, StatxFlags::MNT_ID)?.stx_mnt_id;
+        // Nobody but the pod has an `emptyDir`. So which of its containers comes first need not decide whether it can
+        // be written through the share.
+        let is_own = memory_volumes::is_empty_dir(&bind.source);
+        Ok(Self {
+            device: metadata.dev(),
+            inode: metadata.ino(),
+            mount,
+            recursive: bind.recursive,
+            propagation: bind.propagation,
+            read_only: if is_own { ReadOnly::None } else { bind.read_only },
+        })
+    }
+
+    /// Whether it serves a container that asks for `other`. The guest makes a container's own mount read-only.
+    fn serves(&self, other: &Self) -> bool {
+        let wanted = Self { read_only: self.read_only, ..other.clone() };
+        *self == wanted && (self.read_only == ReadOnly::None || self.read_only == other.read_only)
+    }
+}
+
+impl PodVolumes {
+    /// Mounts a directory in the share of the pod whose state directory is `state`, for a container that will be
+    /// [released](Self::release) also after an error. Returns the path below the share. None: another container is
+    /// about to mount it, and this one needs a mount of its own. Blocks.
+    pub(crate) fn mount(
+        &self,
+        state: &Path,
+        container: &str,
+        bind: &BindMount,
+        directory: &OwnedFd,
+    ) -> Result<Option<String>, RootfsError> {
+        let source = Source::of(bind, directory).map_err(|source| bind.failed(source))?;
+        let name = match self.begin(&source, container) {
+            Some((name, State::Mounted)) => return Ok(Some(format!("{name}/{MOUNT}"))),
+            Some((name, _)) => name,
+            None => return Ok(None),
+        };
+        let bind = BindMount { read_only: source.read_only, ..bind.clone() };
+        let fill = |own: &Path| bind_opened(&bind, directory, &own.join(MOUNT));
+        let made = match state_dir::volume_journal(state, &name) {
+            Ok(mut journal) => share::add(&mut journal, &state_dir::share_path(state), &name, 1, fill),
+            Err(error) => Err(bind.failed(io::Error::other(error))),
+        };
+        self.set(&name, if made.is_ok() { State::Mounted } else { State::Left });
+        made.map(|()| Some(format!("{name}/{MOUNT}")))
+    }
+
+    /// The volume for a container, which is mounted or is to be mounted. None: see [`Self::mount`].
+    fn begin(&self, source: &Source, container: &str) -> Option<(String, State)> {
+        let mut table = self.table();
+        let usable = |volume: &&mut Volume| matches!(volume.state, State::Begun | State::Mounted);
+        let mut found = table.volumes.iter_mut().filter(usable).filter(|volume| volume.source.serves(source));
+        if let Some(volume) = found.next() {
+            if volume.state == State::Begun {
+                return None;
+            }
+            volume.containers.insert(container.into());
+            return Some((volume.name.clone(), State::Mounted));
+        }
+        let name = format!("_{}", table.next);
+        table.next += 1;
+        table.volumes.push(Volume {
+            name: name.clone(),
+            source: source.clone(),
+            state: State::Begun,
+            containers: BTreeSet::from([container.into()]),
+        });
+        Some((name, State::Begun))
+    }
+
+    /// Undoes what a container has on the host, and unmounts the volumes that only this one had. Blocks.
+    pub(crate) fn undo_container(&self, state: &Path, container: &str) -> Result<(), UndoError> {
+        state_dir::undo_container(state, container).and(self.release(state, container))
+    }
+
+    /// Unmounts the volumes that only this container had. What fails is tried again when the next container is
+    /// released, and when the pod ends. Blocks.
+    pub(crate) fn release(&self, state: &Path, container: &str) -> Result<(), UndoError> {
+        let mut unused = Vec::new();
+        for volume in &mut self.table().volumes {
+            volume.containers.remove(container);
+            // One that is being mounted is released once more, by whoever mounts it.
+            let ends = matches!(volume.state, State::Mounted | State::Left) && volume.containers.is_empty();
+            if ends {
+                volume.state = State::Ending;
+                unused.push(volume.name.clone());
+            }
+        }
+        let mut result = Ok(());
+        for name in unused {
+            let undone = state_dir::undo_volume(state, &name);
+            match &undone {
+                Ok(()) => self.table().volumes.retain(|volume| volume.name != name),
+                Err(_) => self.set(&name, State::Left),
+            }
+            result = result.and(undone);
+        }
+        result
+    }
+
+    fn set(&self, name: &str, state: State) {
+        if let Some(volume) = self.table().volumes.iter_mut().find(|volume| volume.name == name) {
+            volume.state = state;
+        }
+    }
+
+    fn table(&self) -> MutexGuard<'_, Table> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use nix::mount::{MsFlags, mount};
+    use tempfile::TempDir;
+
+    use super::*;
+    use crate::{
+        host::{
+            rootfs::{Opened, open_source},
+            state_dir::StateDir,
+        },
+        testing::private_mounts,
+    };
+
+    /// A pod with a share, in a mount namespace of its own.
+    struct Pod {
+        dir: TempDir,
+        state: PathBuf,
+        volumes: PodVolumes,
+    }
+
+    impl Pod {
+        fn new() -> Self {
+            private_mounts();
+            let dir = tempfile::tempdir().unwrap();
+            let state = dir.path().join("containerd/namespace/pod");
+            let (_, mut journal) = StateDir::create(&state, &[]).unwrap();
+            share::make(&mut journal, &state_dir::share_path(&state)).unwrap();
+            Self { dir, state, volumes: PodVolumes::default() }
+        }
+
+        fn bind(&self, name: &str, read_only: ReadOnly) -> BindMount {
+            let source = self.dir.path().join(name);
+            fs::create_dir_all(&source).unwrap();
+            BindMount { index: 3, source, recursive: true, read_only, propagation: Propagation::Private }
+        }
+
+        /// Mounts it for the container, and returns where.
+        fn mount(&self, container: &str, bind: &BindMount) -> PathBuf {
+            let Opened::Directory(directory) = open_source(bind).unwrap() else { panic!("{bind:?}") };
+            let place = self.volumes.mount(&self.state, container, bind, &directory).unwrap().unwrap();
+            self.share().join(place)
+        }
+
+        fn release(&self, container: &str) {
+            self.volumes.undo_container(&self.state, container).unwrap();
+        }
+
+        fn share(&self) -> PathBuf {
+            state_dir::share_path(&self.state)
+        }
+
+        /// What is in the share, and how many journals of volumes there are.
+        fn left(&self) -> (usize, usize) {
+            let count = |path: PathBuf| fs::read_dir(path).unwrap().count();
+            (count(self.share()), count(self.state.join("volumes")))
+        }
+    }
+
+    fn can_write(place: &Path) -> bool {
+        fs::write(place.join("new"), "").is_ok()
+    }
+
+    #[test]
+    fn containers_have_one_mount_of_a_directory_until_the_last_is_gone() {
+        let pod = Pod::new();
+        let (data, other) = (pod.bind("data", ReadOnly::None), pod.bind("other", ReadOnly::None));
+        let first = pod.mount("a", &data);
+        assert_eq!(pod.mount("b", &data), first);
+        assert_ne!(pod.mount("b", &other), first);
+        fs::write(data.source.join("file"), "text").unwrap();
+        assert_eq!(fs::read_to_string(first.join("file")).unwrap(), "text");
+        pod.release("a");
+        pod.release("a");
+        assert!(first.join("file").exists());
+        assert_eq!(pod.left(), (2, 2));
+        pod.release("b");
+        assert_eq!(pod.left(), (0, 0));
+        assert_ne!(pod.mount("c", &data), first, "no name is used twice");
+        state_dir::clean(&pod.state).unwrap();
+        assert!(!pod.state.exists() && data.source.join("file").exists());
+    }
+
+    #[test]
+    fn one_that_can_be_written_serves_all_and_one_that_cannot_serves_readers() {
+        let pod = Pod::new();
+        let (read, write) = (pod.bind("data", ReadOnly::Top), pod.bind("data", ReadOnly::None));
+        let reader = pod.mount("reader", &read);
+        assert!(!can_write(&reader));
+        assert_eq!(pod.mount("reader too", &read), reader);
+        let writer = pod.mount("writer", &write);
+        assert!(writer != reader && can_write(&writer));
+        pod.release("reader");
+        pod.release("reader too");
+        assert_eq!(pod.mount("a later reader", &read), writer);
+        // Whichever container of the pod is the first: nobody else has the volume.
+        let empty = pod.bind("pod/volumes/kubernetes.io~empty-dir/cache", ReadOnly::Top);
+        let first = pod.mount("reader", &empty);
+        assert_eq!(pod.mount("writer", &BindMount { read_only: ReadOnly::None, ..empty }), first);
+        assert!(can_write(&first));
+    }
+
+    #[test]
+    fn another_mount_of_a_directory_is_another_volume() {
+        let pod = Pod::new();
+        let data = pod.bind("data", ReadOnly::None);
+        let elsewhere = pod.bind("elsewhere", ReadOnly::None);
+        let flags = MsFlags::MS_BIND;
+        mount(Some(&data.source), &elsewhere.source, None::<&str>, flags, None::<&str>).unwrap();
+        let first = pod.mount("a", &data);
+        assert_ne!(pod.mount("b", &elsewhere), first);
+        let later = BindMount { propagation: Propagation::Slave, ..data.clone() };
+        assert_ne!(pod.mount("b", &later), first);
+        // What is at the path now is another directory.
+        fs::rename(&data.source, pod.dir.path().join("away")).unwrap();
+        assert_ne!(pod.mount("c", &pod.bind("data", ReadOnly::None)), first);
+    }
+
+    #[test]
+    fn one_that_is_being_mounted_keeps_nobody_waiting() {
+        let pod = Pod::new();
+        let bind = pod.bind("data", ReadOnly::None);
+        let Opened::Directory(directory) = open_source(&bind).unwrap() else { panic!("{bind:?}") };
+        let source = Source::of(&bind, &directory).unwrap();
+        let (name, state) = pod.volumes.begin(&source, "a").unwrap();
+        assert_eq!(state, State::Begun);
+        assert_eq!(pod.volumes.mount(&pod.state, "b", &bind, &directory).unwrap(), None);
+        // The first container has given up. Whoever mounts it releases it once more.
+        pod.release("a");
+        pod.volumes.set(&name, State::Mounted);
+        pod.release("a");
+        assert_ne!(pod.mount("c", &bind), pod.share().join(name).join(MOUNT));
+    }
+
+    #[test]
+    fn what_cannot_be_mounted_is_an_error_and_leaves_nothing() {
+        let pod = Pod::new();
+        let bind = pod.bind("data", ReadOnly::None);
+        let Opened::Directory(directory) = open_source(&bind).unwrap() else { panic!("{bind:?}") };
+        // Nothing can be mounted where the directory of the share is missing.
+        let nowhere = pod.dir.path().join("nowhere");
+        fs::create_dir_all(nowhere.join("volumes")).unwrap();
+        let error = pod.volumes.mount(&nowhere, "a", &bind, &directory).unwrap_err();
+        assert!(error.to_string().contains("share"), "{error}");
+        pod.volumes.release(&nowhere, "a").unwrap();
+        assert_eq!(fs::read_dir(nowhere.join("volumes")).unwrap().count(), 0);
+        assert!(pod.volumes.table().volumes.is_empty());
+    }
+}

@@ -1,0 +1,61 @@
+//! What the spec of a container gets on its way to the guest: the places and numbers that are known only when the
+//! container is prepared.
+
+use std::{borrow::Cow, sync::Arc};
+
+use bulkhead_agent_api::{HOST_SOCKETS_DIR, SHARE_DIR};
+
+use crate::{
+    host::host_socket::HostSocket,
+    pod::devices::{self, Disk, Numbers},
+    types::spec::edit_json,
+};
+
+/// The sources of a container's bind mounts that are elsewhere in the guest than the spec of its plan says.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct OtherSources {
+    /// Sockets of services of the host. The guest has its own in their places.
+    pub(crate) sockets: Vec<Arc<HostSocket>>,
+    /// Volumes that are the pod's: the index of the mount in the spec, and the path below the share.
+    pub(crate) volumes: Vec<(usize, String)>,
+}
+
+/// The spec for the guest, with these sources.
+pub(crate) fn with_other_sources<'s>(
+    spec_json: Cow<'s, [u8]>,
+    id: &str,
+    others: &OtherSources,
+) -> Result<Cow<'s, [u8]>, serde_json::Error> {
+    if others.sockets.is_empty() && others.volumes.is_empty() {
+        return Ok(spec_json);
+    }
+    edit_json(&spec_json, |document| {
+        for socket in &others.sockets {
+            let source = format!("{HOST_SOCKETS_DIR}/{id}/{}", socket.index);
+            document["mounts"][socket.index]["source"] = source.into();
+        }
+        for (index, place) in &others.volumes {
+            document["mounts"][*index]["source"] = format!("{SHARE_DIR}/{place}").into();
+        }
+    })
+}
+
+/// The spec for the guest, with the guest's numbers of the block devices that it has got from the host.
+pub(crate) fn with_disks<'s>(
+    spec_json: Cow<'s, [u8]>,
+    disks: &[(Disk, Numbers)],
+) -> Result<Cow<'s, [u8]>, serde_json::Error> {
+    if disks.is_empty() {
+        return Ok(spec_json);
+    }
+    edit_json(&spec_json, |document| devices::translate(document, disks))
+}
+
+/// The spec for the guest, whose root is at `place` in the guest.
+pub(crate) fn with_root<'s>(
+    spec_json: Cow<'s, [u8]>,
+    place: Option<String>,
+) -> Result<Cow<'s, [u8]>, serde_json::Error> {
+    let Some(place) = place else { return Ok(spec_json) };
+    edit_json(&spec_json, |document| document["root"]["path"] = place.into())
+}
