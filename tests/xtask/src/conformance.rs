@@ -127,6 +127,35 @@ const DIFFERENCES: &[(&str, &str)] = &[
          volumes (docs/operations.md, Volumes that kubelet keeps up to date)",
     ),
     (
+        "locks of files (flock(2), fcntl(2)): not refused, but they concern the containers of the pod alone, not the host \
+         and other pods",
+        "they are the guest's; a lock on the host would need a request for each, and a wait that no signal ends",
+    ),
+    (
+        "a file of a volume that one container mounts as a directory and another by a `subPath` or by itself, or that \
+         one mounted to read it before another did to write it (`emptyDir` excepted): not refused, but locks, shared \
+         mappings and inotify do not reach from one to the other",
+        "these are several mounts of the share (docs/architecture.md, The share)",
+    ),
+    (
+        "a FIFO between a container and the host: not refused, but what one end writes does not come to the other",
+        "each kernel has a pipe of its own; containers of a pod share theirs",
+    ),
+    ("`lsattr` and `chattr` (ENOTTY) on files of the host", "not built yet"),
+    (
+        "fallocate(2) with FALLOC_FL_COLLAPSE_RANGE or FALLOC_FL_INSERT_RANGE (EOPNOTSUPP) on files of the host",
+        "a client of FUSE in Linux does not send them",
+    ),
+    (
+        "O_DIRECT on files of the host: not refused, but the host's page cache is used",
+        "a request need not be aligned as the file system of the host asks for",
+    ),
+    (
+        "rules of packet filters, and policy routes (`ip rule`), that somebody puts into the network namespace of a pod on \
+         the host: not refused, but they do not apply to the containers",
+        "the packets go from the interface to the VM (tc); rules that a container sets in the guest apply",
+    ),
+    (
         "a CPU limit is also the number of processors that a container sees, rounded up: not refused",
         "the VM gets the vCPUs that it can use (docs/architecture.md, Processors)",
     ),
