@@ -48,7 +48,11 @@ use test::TestArguments;
 use tools::Tools;
 
 #[derive(Parser)]
-#[command(name = "cargo xtask", about = "Builds Bulkhead, and tests and shows it in the rig")]
+#[command(
+    name = "cargo xtask",
+    bin_name = "cargo xtask",
+    about = "Builds Bulkhead, and tests and shows it in the rig: a Debian host with KVM and containerd in one QEMU process"
+)]
 struct Arguments {
     #[command(subcommand)]
     task: Task,
@@ -56,7 +60,9 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Task {
-    /// Sets up everything and shows a container in a microVM, run by containerd. With `pod`, shows a pod of several
+    /// Sets up everything and shows a container in a microVM, run by containerd.
+    ///
+    /// With `pod`, shows a pod of several
     /// containers, as Kubernetes runs it. With `hostile`, a privileged container attacks its host. With `density`, as
     /// many pods as fit are started.
     Demo(DemoArguments),
@@ -82,7 +88,7 @@ enum Task {
         #[arg(long)]
         ordinary: bool,
     },
-    /// Makes the tool root and prints its path.
+    /// Makes the tool root, a Debian system in the cache with QEMU and what builds the kernel, and prints its path.
     Tools,
     /// Lists the Debian packages that the tests run with, after digests of them by which two machines can be compared.
     /// They come from the mirror BULKHEAD_DEBIAN_MIRROR, such as a snapshot's URL.
