@@ -371,7 +371,7 @@ mod tests {
     use std::os::unix::fs::symlink;
 
     use super::*;
-    use crate::types::error::chain;
+    use crate::{testing::is_on_troubleshooting_page, types::error::chain};
 
     fn load(text: &str) -> Result<Config, String> {
         let dir = tempfile::tempdir().unwrap();
@@ -532,6 +532,26 @@ mod tests {
         let error = config.check_files().unwrap_err().to_string();
         assert!(error.starts_with("kernel /nonexistent/vmlinux: No such file"), "{error}");
         assert!(error.contains("install it"), "{error}");
+    }
+
+    #[test]
+    fn each_missing_part_is_named_as_the_troubleshooting_page_says() {
+        let dir = tempfile::tempdir().unwrap();
+        let there = dir.path().join("there");
+        fs::write(&there, "").unwrap();
+        let all = Config { kernel: there.clone(), initramfs: there.clone(), vmm: there, ..Config::default() };
+        let missing = || PathBuf::from("/no/such/part");
+        for (name, config) in [
+            ("kernel", Config { kernel: missing(), ..all.clone() }),
+            ("initramfs", Config { initramfs: missing(), ..all.clone() }),
+            ("vmm", Config { vmm: missing(), ..all.clone() }),
+        ] {
+            let text = format!("{name} ...: No such file or directory (os error 2); install it or set");
+            let (begin, rest) = text.split_once("...").unwrap();
+            let error = config.check_files().unwrap_err().to_string();
+            assert!(error.starts_with(&format!("{begin}/no/such/part{rest}")), "{error}");
+            assert!(is_on_troubleshooting_page(&text), "{text}");
+        }
     }
 
     #[test]
