@@ -7,6 +7,9 @@ mod daemonset;
 mod deb;
 mod dependencies;
 mod kubernetes_page;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod manifests;
 mod prometheus;
 mod quickstart;
 mod test_runners;
