@@ -156,10 +156,11 @@ mod tests {
                     Some(_) => {}
                 },
                 ReflectFieldRef::Repeated(list) if list.is_empty() => empty.push(path),
-                ReflectFieldRef::Repeated(list) => match list.get(0) {
-                    ReflectValueRef::Message(found) => empty_fields(&*found, &format!("{path}."), empty),
-                    _ => {}
-                },
+                ReflectFieldRef::Repeated(list) => {
+                    if let ReflectValueRef::Message(found) = list.get(0) {
+                        empty_fields(&*found, &format!("{path}."), empty);
+                    }
+                }
                 ReflectFieldRef::Map(_) => {}
             }
         }
