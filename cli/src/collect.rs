@@ -43,7 +43,7 @@ const KERNEL_WORDS: [&str; 9] =
     ["kvm", "bulkhead", "type=1326", "oom", "out of memory", "landlock", "hung", "blocked for", "tap-"];
 
 /// What is in the shim's lines in containerd's log, and in containerd's own about the runtime.
-const LOG_WORDS: [&str; 2] = ["pod{namespace=", "bulkhead"];
+const LOG_WORDS: [&str; 3] = ["pod{namespace=", "\"pod\":{\"", "bulkhead"];
 
 /// Writes the archive to `path`, which must not exist.
 pub(crate) fn collect(out: &mut impl Write, path: &Path, config: &ConfigFile) -> Result<(), CommandError> {

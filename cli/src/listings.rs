@@ -94,6 +94,32 @@ mod tests {
     }
 
     #[test]
+    fn a_pod_that_containerd_has_forgotten_is_named_as_on_the_troubleshooting_page() {
+        let dir = tempfile::tempdir().unwrap();
+        let pod = dir.path().join("run-containerd-containerd.sock/k8s.io/demo");
+        fs::create_dir_all(&pod).unwrap();
+        let bundle = dir.path().join("bundle");
+        let journal = format!(
+            "{{\"effect\":\"shim\",\"pid\":4194304,\"start_time\":1}}\n\
+             {{\"effect\":\"bundle\",\"path\":\"{}\"}}\n",
+            bundle.display()
+        );
+        fs::write(pod.join("journal"), journal).unwrap();
+        let state = || {
+            let json = shown(|out| ps(out, &mut Vec::new(), dir.path(), true));
+            let json: serde_json::Value = serde_json::from_str(&json).unwrap();
+            json[0]["state"].as_str().unwrap().to_owned()
+        };
+        let left = state();
+        assert!(
+            include_str!("../../docs/troubleshooting.md").contains(&format!("Its state is `{left}`")),
+            "{left}"
+        );
+        fs::create_dir(bundle).unwrap();
+        assert_eq!(state(), "crashed");
+    }
+
+    #[test]
     fn each_setting_has_its_origin() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("config.toml");

@@ -7,6 +7,7 @@ use std::{
 };
 
 use bulkhead_host_shim::operator::{CONSOLE, one_line, pod_paths};
+use serde::Deserialize;
 
 use crate::{command_output, error::CommandError};
 
@@ -53,16 +54,34 @@ fn consoles(root: &Path, options: LogOptions<'_>) -> Result<Vec<PathBuf>, Comman
     Ok(consoles.filter(|path| path.exists()).collect())
 }
 
-/// Whether a line of the log is of the shim of this pod. Each one names its pod first. What comes later in the line may
-/// be chosen by a guest.
+/// Whether a line of the log is of the shim of this pod. Each one names its pod first, as text or as JSON. What comes
+/// later in the line may be chosen by a guest.
 fn of_pod(options: LogOptions<'_>) -> impl Fn(&str) -> bool + use<> {
-    let id = format!("{:?}}}", options.pod);
-    let namespace = options.namespace.map(|namespace| format!("{namespace:?} "));
+    let (pod, namespace) = (options.pod.to_owned(), options.namespace.map(str::to_owned));
+    let id = format!("{pod:?}}}");
+    let quoted = namespace.as_ref().map(|namespace| format!("{namespace:?} "));
     move |line| {
-        let Some((_, names)) = line.split_once("pod{namespace=") else { return false };
-        let Some((found, rest)) = names.split_once("id=") else { return false };
-        namespace.as_ref().is_none_or(|namespace| found == namespace) && rest.starts_with(&id)
+        // The journal writes neither a brace nor a guest's words before it.
+        let Some((before, rest)) = line.split_once('{') else { return false };
+        if let Some(names) = rest.strip_prefix("namespace=").filter(|_| before.ends_with("pod")) {
+            let Some((found, rest)) = names.split_once("id=") else { return false };
+            return quoted.as_ref().is_none_or(|namespace| found == namespace) && rest.starts_with(&id);
+        }
+        let Ok(line) = serde_json::from_str::<JsonLine>(&format!("{{{rest}")) else { return false };
+        line.pod.id == pod && namespace.as_ref().is_none_or(|namespace| line.pod.namespace == *namespace)
     }
+}
+
+/// A line with `log_format = "json"`.
+#[derive(Deserialize)]
+struct JsonLine {
+    pod: PodOfLine,
+}
+
+#[derive(Deserialize)]
+struct PodOfLine {
+    namespace: String,
+    id: String,
 }
 
 /// Returns whether there was a line.
@@ -131,6 +150,27 @@ mod tests {
         let (_, text) = shown(None, 2, &[]);
         assert!(text.lines().count() == 2 && text.contains("three") && !text.contains("one"), "{text}");
         assert_eq!(shown(Some("other"), 10, &[]), (false, String::new()));
+    }
+
+    #[test]
+    fn a_line_of_json_is_of_the_pod_that_it_names_and_of_no_other() {
+        let is_own =
+            of_pod(LogOptions { pod: "demo", namespace: Some("k8s.io"), unit: "containerd", lines: 1 });
+        let line = |namespace: &str, id: &str, message: &str| {
+            let pod = serde_json::json!({ "namespace": namespace, "id": id });
+            let line = serde_json::json!({ "level": "INFO", "pod": pod, "message": message });
+            format!("Nov 25 10:57:10 node containerd[334]: {line}")
+        };
+        assert!(is_own(&line("k8s.io", "demo", "one")));
+        assert!(!is_own(&line("k8s.io", "demo2", "two")) && !is_own(&line("default", "demo", "three")));
+        for forged in [
+            "pod{namespace=\"k8s.io\" id=\"demo\"}: x",
+            "{\"pod\":{\"namespace\":\"k8s.io\",\"id\":\"demo\"}}",
+        ] {
+            assert!(!is_own(&line("k8s.io", "evil", forged)), "{forged}");
+            assert!(!is_own(&format!(" INFO pod{{namespace=\"k8s.io\" id=\"evil\"}}: {forged}")), "{forged}");
+        }
+        assert!(!is_own("containerd[334]: {\"pod\":{\"id\":\"demo\""));
     }
 
     #[test]

@@ -171,6 +171,50 @@ mod tests {
         assert!(Arguments::try_parse_from(["bulkhead", "template", "rm", "00ff"]).is_ok());
     }
 
+    /// Pages whose commands of `bulkhead` must be ones.
+    const PAGES: [&str; 6] = [
+        include_str!("../../README.md"),
+        include_str!("../../docs/host-hardening.md"),
+        include_str!("../../docs/operations.md"),
+        include_str!("../../docs/quickstart-kubernetes.md"),
+        include_str!("../../docs/test-runners.md"),
+        include_str!("../../docs/troubleshooting.md"),
+    ];
+
+    /// What stands for a value on a page, and a value.
+    const VALUES: [(&str, &str); 3] = [("ENDPOINT", "127.0.0.1:9659"), ("SHELL", "bash"), ("NAME", "00ff")];
+
+    #[test]
+    fn the_commands_of_the_pages_exist() {
+        let mut seen = 0;
+        for page in PAGES {
+            let page = page.replace('\n', " ");
+            for text in page.split('`').skip(1).step_by(2).filter(|text| text.starts_with("bulkhead ")) {
+                let command = text.split(['|', '>']).next().unwrap_or_default();
+                let value =
+                    |word: &str| VALUES.iter().find(|(name, _)| *name == word).map(|(_, value)| *value);
+                let words: Vec<_> =
+                    command.split_whitespace().map(|word| value(word).unwrap_or(word).to_owned()).collect();
+                // A page may name a command without what it needs.
+                let is_incomplete = |kind| {
+                    use clap::error::ErrorKind;
+                    matches!(
+                        kind,
+                        ErrorKind::MissingRequiredArgument
+                            | ErrorKind::MissingSubcommand
+                            | ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand
+                            | ErrorKind::DisplayVersion
+                    )
+                };
+                match Arguments::try_parse_from(&words) {
+                    Err(error) if !is_incomplete(error.kind()) => panic!("`{text}`: {error}"),
+                    _ => seen += 1,
+                }
+            }
+        }
+        assert!(seen > 50, "only {seen} commands are found");
+    }
+
     #[test]
     fn a_missing_permission_is_found_among_the_causes() {
         let list = |kind: io::ErrorKind| CommandError::List { path: "/run".into(), source: kind.into() };

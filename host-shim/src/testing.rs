@@ -20,6 +20,7 @@ use nix::{
     },
     unistd::Pid,
 };
+use tracing::subscriber::DefaultGuard;
 
 use crate::host::process_id::VMM_OPTION;
 
@@ -32,23 +33,60 @@ pub(crate) fn private_mounts() {
 
 /// The lines that `work` logs in this thread, at level info and above.
 pub(crate) fn logged(work: impl FnOnce()) -> Vec<String> {
-    #[derive(Clone, Default)]
-    struct Lines(Arc<Mutex<Vec<u8>>>);
-    impl Write for Lines {
-        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-            self.0.lock().unwrap().write(bytes)
-        }
+    let log = Log::begin();
+    work();
+    log.lines()
+}
 
-        fn flush(&mut self) -> io::Result<()> {
-            Ok(())
-        }
+/// What this thread logs from now on, at level info and above, until it is dropped.
+pub(crate) struct Log {
+    lines: Lines,
+    _here: DefaultGuard,
+}
+
+/// What is written to it.
+#[derive(Clone, Default)]
+pub(crate) struct Lines(Arc<Mutex<Vec<u8>>>);
+
+impl Write for Lines {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.lock().unwrap().write(bytes)
     }
-    let lines = Lines::default();
-    let writer = lines.clone();
-    let subscriber = tracing_subscriber::fmt().with_writer(move || writer.clone()).without_time().finish();
-    tracing::subscriber::with_default(subscriber, work);
-    let text = String::from_utf8(lines.0.lock().unwrap().clone()).unwrap();
-    text.lines().map(str::to_owned).collect()
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Lines {
+    pub(crate) fn lines(&self) -> Vec<String> {
+        let text = String::from_utf8(self.0.lock().unwrap().clone()).unwrap();
+        text.lines().map(str::to_owned).collect()
+    }
+}
+
+impl Log {
+    pub(crate) fn begin() -> Self {
+        let lines = Lines::default();
+        let writer = lines.clone();
+        let subscriber = tracing_subscriber::fmt()
+            .with_writer(move || writer.clone())
+            .with_ansi(false)
+            .without_time()
+            .finish();
+        Self { lines, _here: tracing::subscriber::set_default(subscriber) }
+    }
+
+    pub(crate) fn lines(&self) -> Vec<String> {
+        self.lines.lines()
+    }
+}
+
+/// Whether the troubleshooting page quotes this text. A test that provokes a text calls it, and is named in the list of
+/// `tests/e2e/src/cases/operator.rs`.
+pub(crate) fn is_on_troubleshooting_page(text: &str) -> bool {
+    let page = include_str!("../../docs/troubleshooting.md").replace('\n', " ");
+    page.contains(&format!("`{text}`"))
 }
 
 /// A process that was executed with these last arguments, and waits. It has begun: until then its arguments cannot be

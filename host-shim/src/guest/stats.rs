@@ -66,6 +66,10 @@ fn hugepages(stats: &agent::StatsResponse) -> impl Iterator<Item = &agent::Hugep
 #[cfg(test)]
 mod tests {
     use containerd_shim_protos::{cgroups, cgroups_v2};
+    use protobuf::{
+        MessageDyn, MessageFull,
+        reflect::{ReflectFieldRef, ReflectValueRef},
+    };
 
     use super::*;
 
@@ -103,6 +107,63 @@ mod tests {
         assert_eq!((metrics.memory_events.oom, metrics.memory_events.oom_kill), (8, 7));
         assert_eq!((metrics.pids.current, metrics.pids.limit), (3, 10));
         assert_eq!(metrics.io.usage[0].rbytes, 4096);
+    }
+
+    /// What runc's shim has no value for, or what the guest's agent does not tell yet.
+    const LEFT_OUT: [&str; 4] = ["cpu.psi", "memory.psi", "io.psi", "network"];
+
+    #[test]
+    fn each_field_that_runcs_shim_fills_has_a_value() {
+        let mut stats = stats();
+        let cpu = stats.cpu.mut_or_insert_default();
+        (cpu.nr_bursts, cpu.burst_usec) = (2, 1);
+        let memory = stats.memory.mut_or_insert_default();
+        memory.swap_peak = 400;
+        let events = memory.events.mut_or_insert_default();
+        (events.low, events.high, events.oom_group_kill) = (1, 2, 3);
+        // Each number of memory.stat that the message has, by the kernel's name.
+        let message = cgroups_v2::metrics::MemoryStat::descriptor();
+        let of_message = message.fields().map(|field| field.name().to_owned());
+        memory.stat = of_message.map(|name| (name, 7)).collect();
+        for name in ["workingset_refault_anon", "workingset_activate_file"] {
+            memory.stat.insert(name.into(), 7);
+        }
+        let io = &mut stats.io[0];
+        (io.minor, io.write_bytes, io.reads) = (1, 512, 3);
+        (stats.hugepages[0].current, stats.hugepages[0].failures) = (1, 1);
+        let metrics = v2::metrics(&stats);
+        let mut empty = Vec::new();
+        empty_fields(&metrics, "", &mut empty);
+        assert_eq!(empty, LEFT_OUT);
+        empty_fields(&cgroups_v2::metrics::PidsStat::new(), "", &mut empty);
+        assert_eq!(empty[LEFT_OUT.len()..], ["current", "limit"]);
+    }
+
+    /// The paths of fields without a value.
+    fn empty_fields(message: &dyn MessageDyn, path: &str, empty: &mut Vec<String>) {
+        for field in message.descriptor_dyn().fields() {
+            let path = format!("{path}{}", field.name());
+            // The lists of rdma are empty with runc too.
+            let is_rdma = path == "rdma";
+            match field.get_reflect(message) {
+                ReflectFieldRef::Optional(found) => match found.value() {
+                    None => empty.push(path),
+                    Some(ReflectValueRef::Message(_)) if is_rdma => {}
+                    Some(ReflectValueRef::Message(found)) => {
+                        empty_fields(&*found, &format!("{path}."), empty)
+                    }
+                    // A number that is 0 has no value (proto3).
+                    Some(_) => {}
+                },
+                ReflectFieldRef::Repeated(list) if list.is_empty() => empty.push(path),
+                ReflectFieldRef::Repeated(list) => {
+                    if let ReflectValueRef::Message(found) = list.get(0) {
+                        empty_fields(&*found, &format!("{path}."), empty);
+                    }
+                }
+                ReflectFieldRef::Map(_) => {}
+            }
+        }
     }
 
     #[test]

@@ -223,6 +223,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+    use crate::testing::is_on_troubleshooting_page;
 
     fn role(annotations: &[(&str, &str)]) -> Result<Role, RequestError> {
         Role::of(
@@ -325,7 +326,9 @@ mod tests {
             others.retain(|namespace| namespace.typ() != kind);
             let error = refuse_missing(&Role::Sandbox, &others).unwrap_err().to_string();
             assert_eq!(error, format!("{word}: true is not implemented in a microVM"));
+            assert!(is_on_troubleshooting_page(&error));
         }
+        assert!(is_on_troubleshooting_page(&error(Role::Sandbox)));
     }
 
     #[test]

@@ -6,11 +6,14 @@ use nix::libc;
 use tracing::{Level, level_filters::LevelFilter};
 use tracing_subscriber::{fmt, layer::SubscriberExt, registry, reload, util::SubscriberInitExt};
 
-use crate::types::log;
+use crate::{
+    service::log_format::{Lines, Spans},
+    types::{config::LogFormat, log},
+};
 
 /// Logs to `fifo` from now on. The shim never waits for the reader: if there is none, or the FIFO is full, lines are
 /// lost. A pod may choose another level, unless the level is fixed.
-pub(crate) fn to_fifo(fifo: &Path, level: Level, is_fixed: bool) {
+pub(crate) fn to_fifo(fifo: &Path, format: LogFormat, level: Level, is_fixed: bool) {
     let file = OpenOptions::new().write(true).custom_flags(libc::O_NONBLOCK).open(fifo);
     // Not there: the shim was started by hand, or its containerd has gone. There is no other place to say so.
     let Ok(file) = file else { return };
@@ -20,12 +23,11 @@ pub(crate) fn to_fifo(fifo: &Path, level: Level, is_fixed: bool) {
         log::on_change(move |level| drop(handle.reload(LevelFilter::from_level(level))));
     }
     let lines = fmt::layer()
+        .event_format(Lines::new(format))
         .with_writer(Arc::new(file))
         .with_ansi(false)
-        .with_target(false)
-        .without_time()
         .log_internal_errors(false);
-    registry().with(filter).with(lines).init();
+    registry().with(filter).with(Spans).with(lines).init();
 }
 
 /// Logs to stderr, for the commands that end soon.
@@ -53,7 +55,7 @@ mod tests {
         let path = dir.path().join("log");
         mkfifo(&path, Mode::S_IRWXU).unwrap();
         let mut reader = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(&path).unwrap();
-        to_fifo(&path, Level::INFO, false);
+        to_fifo(&path, LogFormat::Text, Level::INFO, false);
         tracing::debug!("before");
         log::set_level(Level::DEBUG);
         tracing::debug!(pod = "demo", "after");

@@ -6,6 +6,7 @@ mod caller;
 mod connections;
 pub(crate) mod delete;
 pub(crate) mod info;
+mod log_format;
 pub(crate) mod logging;
 pub(crate) mod rpc_status;
 pub(crate) mod sandbox;

@@ -70,9 +70,9 @@ pub(crate) fn serve(args: &Args) -> Result<(), ServeError> {
     // Away from containerd's own process group and terminal.
     nix::unistd::setsid().map_err(|e| ServeError::Begin(e.into()))?;
     let config = args.config.clone().unwrap_or_else(|| CONFIG_PATH.into());
-    let configured = Config::load(&config).unwrap_or_default().log_level.into();
-    let level = if args.debug { tracing::Level::DEBUG } else { configured };
-    logging::to_fifo(Path::new("log"), level, args.debug);
+    let config_of_log = Config::load(&config).unwrap_or_default();
+    let level = if args.debug { tracing::Level::DEBUG } else { config_of_log.log_level.into() };
+    logging::to_fifo(Path::new("log"), config_of_log.log_format, level, args.debug);
     // If the bundle is gone already, this is a path that does not exist.
     let bundle = env::current_dir().unwrap_or_default();
     // containerd removes the bundle, which must not be the working directory then.

@@ -20,7 +20,7 @@ pub const CONFIG_PATH: &str = "/etc/bulkhead/config.toml";
 const DROP_INS: &str = "d";
 
 /// The keys of the configuration, for a message about one that is not among them.
-const KEYS: [&str; 13] = [
+const KEYS: [&str; 14] = [
     "kernel",
     "initramfs",
     "vmm",
@@ -33,6 +33,7 @@ const KEYS: [&str; 13] = [
     "templates",
     "console",
     "log_level",
+    "log_format",
     "allowed_annotations",
 ];
 
@@ -89,6 +90,8 @@ pub struct Config {
     pub console: bool,
     /// The least severe level that is logged.
     pub log_level: LogLevel,
+    /// How the lines of the log are written.
+    pub log_format: LogFormat,
     /// The keys that a pod may set by an annotation.
     pub allowed_annotations: Vec<String>,
 }
@@ -103,6 +106,15 @@ pub enum LogLevel {
     Info,
     Debug,
     Trace,
+}
+
+/// Values of `log_format`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+#[allow(missing_docs)]
+pub enum LogFormat {
+    Text,
+    Json,
 }
 
 impl From<LogLevel> for tracing::Level {
@@ -134,6 +146,7 @@ impl Default for Config {
             templates: true,
             console: false,
             log_level: LogLevel::Info,
+            log_format: LogFormat::Text,
             allowed_annotations: Vec::new(),
         }
     }
@@ -371,7 +384,7 @@ mod tests {
     use std::os::unix::fs::symlink;
 
     use super::*;
-    use crate::types::error::chain;
+    use crate::{testing::is_on_troubleshooting_page, types::error::chain};
 
     fn load(text: &str) -> Result<Config, String> {
         let dir = tempfile::tempdir().unwrap();
@@ -392,7 +405,7 @@ mod tests {
             "kernel='/k'\ninitramfs='/i'\nvmm='/v'\nvcpus=2\nmax_vcpus=4\nmemory_mib=512\nunlimited_memory_mib=768\n\
              max_memory_mib=1024\n\
              hugepages=true\ntemplates=false\nconsole=true\nlog_level='debug'\n\
-             allowed_annotations=['console','vcpus']\n",
+             log_format='json'\nallowed_annotations=['console','vcpus']\n",
         )
         .unwrap();
         assert_eq!(
@@ -412,6 +425,7 @@ mod tests {
                 templates: false,
                 console: true,
                 log_level: LogLevel::Debug,
+                log_format: LogFormat::Json,
                 allowed_annotations: vec!["console".into(), "vcpus".into()],
             }
         );
@@ -428,6 +442,10 @@ mod tests {
             ("vcpus = 1\nvcpus 2\n", "line 2 (vcpus 2)"),
             ("vcpus = \"two\"\n", "vcpus"),
             ("vcpus = 33\n", "vcpus"),
+            (
+                "log_format = 'xml'\n",
+                "line 1 (log_format = 'xml'): unknown variant `xml`, expected `text` or `json`",
+            ),
             ("max_vcpus = 0\n", "max_vcpus"),
             ("memory_mib = 8\n", "memory_mib"),
             ("unlimited_memory_mib = 255\n", "unlimited_memory_mib"),
@@ -532,6 +550,26 @@ mod tests {
         let error = config.check_files().unwrap_err().to_string();
         assert!(error.starts_with("kernel /nonexistent/vmlinux: No such file"), "{error}");
         assert!(error.contains("install it"), "{error}");
+    }
+
+    #[test]
+    fn each_missing_part_is_named_as_the_troubleshooting_page_says() {
+        let dir = tempfile::tempdir().unwrap();
+        let there = dir.path().join("there");
+        fs::write(&there, "").unwrap();
+        let all = Config { kernel: there.clone(), initramfs: there.clone(), vmm: there, ..Config::default() };
+        let missing = || PathBuf::from("/no/such/part");
+        for (name, config) in [
+            ("kernel", Config { kernel: missing(), ..all.clone() }),
+            ("initramfs", Config { initramfs: missing(), ..all.clone() }),
+            ("vmm", Config { vmm: missing(), ..all.clone() }),
+        ] {
+            let text = format!("{name} ...: No such file or directory (os error 2); install it or set");
+            let (begin, rest) = text.split_once("...").unwrap();
+            let error = config.check_files().unwrap_err().to_string();
+            assert!(error.starts_with(&format!("{begin}/no/such/part{rest}")), "{error}");
+            assert!(is_on_troubleshooting_page(&text), "{text}");
+        }
     }
 
     #[test]

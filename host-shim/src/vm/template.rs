@@ -321,6 +321,7 @@ mod tests {
     use super::*;
     use crate::{
         host::state_dir::StateDir,
+        testing::{Log, is_on_troubleshooting_page},
         types::config::Config,
         vm::start::{VmPlan, VmRequest, prepare},
     };
@@ -458,8 +459,12 @@ mod tests {
         let mut host = Host::new();
         let state = host.state.path().to_owned();
         let ready = host.at("vsock.sock_1026");
+        let log = Log::begin();
         let (vm, (), ()) = tokio::join!(host.start(), play_template(state, 1), agent(&ready));
         assert!(host.templates().is_empty());
+        let (lines, text) = (log.lines(), "there is no template, so the VM boots");
+        assert!(lines.iter().any(|line| line.contains(text)), "{lines:?}");
+        assert!(is_on_troubleshooting_page(text));
         host.end(vm.unwrap()).await;
     }
 

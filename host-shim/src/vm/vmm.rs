@@ -535,9 +535,12 @@ mod tests {
     use super::*;
     use crate::{
         host::state_dir::CONSOLE,
-        testing::{Unending, private_mounts},
+        testing::{Log, Unending, is_on_troubleshooting_page, private_mounts},
         types::config::Config,
-        vm::start::{VmRequest, prepare},
+        vm::{
+            memory::Needs,
+            start::{VmRequest, prepare},
+        },
     };
 
     struct Host {
@@ -692,6 +695,26 @@ mod tests {
         vm.kill().await;
         let exit = tokio::time::timeout(Duration::from_secs(1), vm.exited()).await.unwrap();
         assert_eq!(exit.to_string(), "the VMM ended and gave no reason (signal: 9 (SIGKILL))");
+        host.remove();
+    }
+
+    #[tokio::test]
+    async fn a_cgroup_that_allows_less_than_the_limits_is_named() {
+        let mut host = host();
+        let ready = host.state.socket("vsock.sock_1026");
+        let (vm, ()) = tokio::join!(host.boot("exec sleep 60"), be_ready(&ready));
+        let vm = vm.unwrap();
+        let text = "the pod's cgroup allows less than";
+        for (allowed_mib, is_too_little) in [(256, false), (128, true)] {
+            let log = Log::begin();
+            let needs = Needs { limits: 100 << 20, huge_pages: 0 };
+            // Whether the VM gets another size is another matter: nobody plays its control socket.
+            _ = vm.fit_memory(needs, Some(allowed_mib << 20)).await;
+            let lines = log.lines();
+            assert_eq!(lines.iter().any(|line| line.contains(text)), is_too_little, "{lines:?}");
+        }
+        assert!(is_on_troubleshooting_page(text));
+        vm.kill().await;
         host.remove();
     }
 

@@ -17,6 +17,8 @@ pub(super) fn metrics(stats: &agent::StatsResponse) -> Metrics {
     let usage = super::io(stats).map(io).collect();
     *metrics.io.mut_or_insert_default() = IOStat { usage, ..Default::default() };
     metrics.hugetlb = super::hugepages(stats).map(hugepages).collect();
+    // The guest has no such device. runc's shim says the same where the host has none.
+    metrics.rdma.mut_or_insert_default();
     metrics
 }
 

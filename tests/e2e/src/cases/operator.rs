@@ -7,11 +7,13 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
+use tonic::Code;
 
 use super::Case;
 use super::templates::{state_dir, template_of};
 use crate::command::{Cmd, Finished};
 use crate::containerd::TELLS_OF_SPANS;
+use crate::cri::messages::{PodSandboxConfig, PodSandboxMetadata, RunPodSandboxRequest};
 use crate::ctr::{Host, NAMESPACE, SETTLES};
 use crate::fixtures::{CONFIGURATION, Covered, MovedAway, Replaced, Spec, scratch};
 use crate::pods::Pod;
@@ -464,12 +466,135 @@ fn messages(host: &Host) -> Result<()> {
             "expected  {cause} is counted\ncame      {number:?}"
         );
     }
+    missing_handler(host)
+}
+
+/// What containerd says of a handler that it does not have, with this name.
+fn no_runtime(handler: &str) -> String {
+    format!("no runtime for \"{handler}\" is configured")
+}
+
+fn missing_handler(host: &Host) -> Result<()> {
+    const HANDLER: &str = "bulkhead-missing";
+    let metadata = PodSandboxMetadata {
+        name: HANDLER.into(),
+        uid: HANDLER.into(),
+        namespace: "e2e".into(),
+        ..Default::default()
+    };
+    let config = Some(PodSandboxConfig { metadata: Some(metadata), ..Default::default() });
+    let request = RunPodSandboxRequest { config, runtime_handler: HANDLER.into() };
+    let message = host.pods()?.client().refused(request, Code::Unknown)?;
+    let expected = no_runtime(HANDLER);
+    ensure!(message.contains(&expected), "expected  {expected}\ncame      {message}");
     Ok(())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// What the page quotes beside the first column of its table, and the test that provokes it: the file and a part
+    /// of the test that makes the text or compares it.
+    const QUOTED: [(&str, &str, &str); 12] = [
+        (
+            "no runtime for \"bulkhead\" is configured",
+            "tests/e2e/src/cases/operator.rs",
+            "fn missing_handler",
+        ),
+        (
+            "there is no template, so the VM boots",
+            "host-shim/src/vm/template.rs",
+            "is_on_troubleshooting_page",
+        ),
+        ("the pod's cgroup allows less than", "host-shim/src/vm/vmm.rs", "is_on_troubleshooting_page"),
+        ("guest:", "tests/e2e/src/cases/operator_metrics.rs", "format!(\"guest: {panic}\")"),
+        (
+            "leftover",
+            "cli/src/listings.rs",
+            "fn a_pod_that_containerd_has_forgotten_is_named_as_on_the_troubleshooting_page",
+        ),
+        (
+            "initramfs ...: No such file or directory (os error 2); install it or set",
+            "host-shim/src/types/config.rs",
+            "fn each_missing_part_is_named_as_the_troubleshooting_page_says",
+        ),
+        (
+            "vmm ...: No such file or directory (os error 2); install it or set",
+            "host-shim/src/types/config.rs",
+            "fn each_missing_part_is_named_as_the_troubleshooting_page_says",
+        ),
+        (
+            "hostNetwork: true is not implemented in a microVM",
+            "host-shim/src/pod/container_role.rs",
+            "is_on_troubleshooting_page",
+        ),
+        (
+            "hostPID: true is not implemented in a microVM",
+            "host-shim/src/pod/container_role.rs",
+            "is_on_troubleshooting_page",
+        ),
+        (
+            "hostIPC: true is not implemented in a microVM",
+            "host-shim/src/pod/container_role.rs",
+            "is_on_troubleshooting_page",
+        ),
+        // What a user writes is an error of clap otherwise.
+        ("bulkhead metrics | grep failures", "cli/src/main.rs", "fn the_commands_of_the_pages_exist"),
+        ("dmesg | grep type=1326", "tests/e2e/src/cases/kernel.rs", "dmesg | grep 'type=1326"),
+    ];
+
+    /// Words of the page that nobody says: commands of others, options, files, and keys with a value.
+    const NO_MESSAGES: [&str; 26] = [
+        "kubectl describe pod",
+        "docker run",
+        "journalctl --unit containerd",
+        "ctr run",
+        "ctr",
+        "nodeSelector",
+        "/run",
+        "console = true",
+        "hugepages = true",
+        "hugepages = false",
+        "kubectl exec",
+        "docker exec",
+        "docker top",
+        "kill -9",
+        "--privileged",
+        "--net-host",
+        "hostNetwork: true",
+        "...",
+        "operator/",
+        "kvm_intel",
+        "kvm_amd",
+        "/usr/share/doc/bulkhead/contrib/bulkhead/config.toml",
+        "vm.nr_hugepages",
+        "ip netns",
+        "aa-status",
+        "apparmor_parser --replace FILE",
+    ];
+
+    #[test]
+    fn each_text_that_the_page_quotes_is_provoked_by_a_test() {
+        let page = PAGE.replace('\n', " ");
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+        let messages = messages_of_the_page();
+        let mut quoted = BTreeSet::new();
+        for text in page.split('`').skip(1).step_by(2) {
+            // Those of `bulkhead` are parsed by a test of the command.
+            let is_command = text.starts_with("bulkhead ") && !text.contains('|');
+            if messages.contains(&text) || is_command || NO_MESSAGES.contains(&text) {
+                continue;
+            }
+            let test = QUOTED.iter().find(|(message, ..)| *message == text);
+            let (_, file, part) = test.unwrap_or_else(|| panic!("no test provokes `{text}`"));
+            let source = fs::read_to_string(root.join(file)).unwrap();
+            assert!(source.contains(part), "{file} has no {part}, which provokes `{text}`");
+            quoted.insert(text);
+        }
+        assert_eq!(quoted.len(), QUOTED.len(), "the page does not quote all of QUOTED: {quoted:?}");
+        assert!(quoted.contains(no_runtime("bulkhead").as_str()));
+    }
 
     #[test]
     fn each_message_of_the_page_is_provoked() {

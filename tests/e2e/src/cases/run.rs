@@ -2,6 +2,7 @@
 
 mod exec;
 mod nat;
+mod report;
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,6 +11,7 @@ use anyhow::{Context, Result, ensure};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
+use self::report::Report;
 use super::Case;
 use crate::command::{Cmd, Finished, Size};
 use crate::ctr::{COMMAND, Host, IMAGE, Runtime};
@@ -492,14 +494,21 @@ fn bad_images(host: &Host) -> Result<()> {
 fn twenty_at_once(host: &Host) -> Result<()> {
     let root = Root::mount(host)?;
     run_in(host, &root, &["true"])?.succeeds()?;
+    let directory = scratch()?;
     host.leaves_nothing(|| {
         at_once(0..20, |number| {
             let script = format!("echo number {number}; exit {number}");
-            let finished =
-                start_in(host, &root, &["sh", "-c", &script]).limit(host.patience(COMMAND * 4)).run()?;
+            let file = directory.path().join(format!("{number}.xml"));
+            let words = ["--junit", &file.display().to_string(), "sh", "-c", &script];
+            let finished = start_in(host, &root, &words).limit(host.patience(COMMAND * 4)).run()?;
             finished.exits(number)?.prints(&format!("number {number}\n"))?;
+            let xml = fs::read_to_string(&file).with_context(|| format!("no report of run {number}"))?;
+            let (came, expected) = (report::read(&xml)?, Report::of_script(&script, number));
+            ensure!(came == expected, "expected  {expected:?}\ncame      {came:?} in {xml}");
             Ok(())
         })?;
+        let written = fs::read_dir(directory.path())?.count();
+        ensure!(written == 20, "expected  20 reports and nothing else\ncame      {written} files");
         Ok(())
     })
 }

@@ -145,6 +145,10 @@ mod tests {
         let licenses = String::from_utf8(licenses(&dependencies).unwrap()).unwrap();
         assert!(licenses.contains("Permission is hereby granted") && licenses.contains("tokio 1."));
         assert!(!licenses.contains("/root/") && !licenses.contains(".cargo"), "no path of this machine");
+        // Each map of a process has another order.
+        let again = shipped().unwrap();
+        assert_eq!(self::licenses(&again).unwrap(), licenses.as_bytes());
+        assert_eq!(self::sbom(&again, "1.2.3").unwrap(), self::sbom(&dependencies, "1.2.3").unwrap());
         let sbom: serde_json::Value = serde_json::from_slice(&sbom(&dependencies, "1.2.3").unwrap()).unwrap();
         assert_eq!(sbom["components"].as_array().unwrap().len(), dependencies.len() + 1);
         assert_eq!(sbom["components"][0]["name"], "linux-source-6.12");

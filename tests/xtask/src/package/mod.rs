@@ -7,6 +7,9 @@ mod daemonset;
 mod deb;
 mod dependencies;
 mod kubernetes_page;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod manifests;
 mod prometheus;
 mod quickstart;
 mod test_runners;
@@ -86,7 +89,11 @@ const COMPLETIONS: [(&str, &str); 3] = [
 
 /// Packs the parts, and tries them on a bare host.
 pub(crate) fn try_out(cache: &Cache, tools: &Tools, dist: &Dist) -> Result<()> {
-    let [archive, package, _] = build(dist)?;
+    let sums = read(&build(dist)?[2])?;
+    let [archive, package, again] = build(dist)?;
+    if read(&again)? != sums {
+        bail!("packing the same programs a second time gave other bytes: compare target/package");
+    }
     kubernetes_page::check()?;
     trial::run(cache, tools, dist, &archive, &package)?;
     daemonset::run(cache, tools, dist, &archive)
