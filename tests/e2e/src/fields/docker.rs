@@ -26,7 +26,11 @@ const MOUNTS: &str = "`shared` and `rshared`, a socket of datagrams, the node of
 
 pub(crate) const FLAGS: &[Row] = &[
     honoured("--add-host", "docker/a_resolv_conf_of_the_users_own_is_used"),
-    honoured("--annotation", "docker_flags/annotations_of_the_cri_make_no_pod"),
+    different(
+        "--annotation",
+        "docker_flags/annotations_of_the_cri_make_no_pod",
+        "see `annotations` of the OCI spec",
+    ),
     client("--attach", STREAMS),
     refused("--blkio-weight", V1_ONLY, NO_BLOCK_LIMITS),
     refused("--blkio-weight-device", V1_ONLY, NO_BLOCK_LIMITS),
