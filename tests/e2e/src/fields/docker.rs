@@ -148,7 +148,12 @@ pub(crate) const FLAGS: &[Row] = &[
     honoured("--tty", "docker/a_terminal_is_typed_to"),
     honoured("--ulimit", LIMITS),
     honoured("--user", PROCESS),
-    different("--userns", BY_DOCKER, "`host` is its only value; `userns-remap` of the daemon is not tested"),
+    different(
+        "--userns",
+        BY_DOCKER,
+        "`host` is its only value; with `userns-remap` of the daemon, users are mapped as on runc, but root \
+         cannot open `/dev/fuse`, which is the guest's root's",
+    ),
     different("--uts", REFUSED, "`host` is refused: a microVM shares no namespace"),
     different("--volume", FILES, MOUNTS),
     client("--volume-driver", MORE_FILES),
