@@ -7,7 +7,10 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use nix::unistd::{AccessFlags, eaccess};
+use nix::{
+    fcntl::{AT_FDCWD, AtFlags},
+    unistd::{AccessFlags, faccessat},
+};
 
 use super::{SetupError, Step, errno_text};
 
@@ -38,7 +41,9 @@ fn check_program(path: &Path) -> Result<(), String> {
     if metadata.is_dir() {
         return Err("is a directory".into());
     }
-    eaccess(path, AccessFlags::X_OK).map_err(|error| errno_text(&error.into()))
+    // glibc's eaccess(3) leaves the capabilities out if the effective user is the real one.
+    let executable = faccessat(AT_FDCWD, path, AccessFlags::X_OK, AtFlags::AT_EACCESS);
+    executable.map_err(|error| errno_text(&error.into()))
 }
 
 /// The environment with HOME in it: the spec's, or else the user's according to the image, or else `/`.

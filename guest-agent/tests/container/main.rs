@@ -141,6 +141,52 @@ fn the_personality_and_the_scheduler_are_the_specs() {
 }
 
 #[test]
+fn the_attributes_of_the_scheduler_are_the_specs() {
+    let bench = Bench::new();
+    // chrt(1) names the process, which is the container's init.
+    let shown = |scheduler: serde_json::Value| {
+        let mut spec = bench.spec(&["chrt", "--pid", "1"]);
+        spec["process"]["scheduler"] = scheduler;
+        let outcome = bench.run(&spec).unwrap();
+        assert_eq!(outcome.status, 0, "{}", outcome.stderr);
+        let values = outcome.stdout.lines().map(|line| line.rsplit(' ').next().unwrap().to_owned());
+        values.collect::<Vec<_>>()
+    };
+    assert_eq!(shown(json!({"policy": "SCHED_RR", "priority": 7})), ["SCHED_RR", "7"]);
+    let deadline = json!({
+        "policy": "SCHED_DEADLINE", "runtime": 10_000_000, "deadline": 20_000_000, "period": 30_000_000,
+        "flags": ["SCHED_FLAG_RESET_ON_FORK"]
+    });
+    let expected = ["SCHED_DEADLINE|SCHED_RESET_ON_FORK", "0", "10000000/20000000/30000000"];
+    assert_eq!(shown(deadline), expected);
+}
+
+#[test]
+fn effective_and_permitted_capabilities_hold_until_the_program_is_executed() {
+    let bench = Bench::new();
+    let closed = bench.root().join("closed");
+    fs::create_dir(&closed).unwrap();
+    fs::copy("/usr/bin/true", closed.join("true")).unwrap();
+    fs::set_permissions(&closed, std::os::unix::fs::PermissionsExt::from_mode(0o700)).unwrap();
+    let run = |effective: &[&str], permitted: &[&str]| {
+        let mut spec = bench.spec(&["/closed/true"]);
+        spec["process"]["user"] = json!({"uid": 1234, "gid": 1234});
+        spec["process"]["capabilities"] =
+            json!({"bounding": permitted, "effective": effective, "permitted": permitted});
+        bench.run(&spec).map(|outcome| outcome.status).map_err(|error| error.to_string())
+    };
+    let search = ["CAP_DAC_READ_SEARCH"];
+    assert_eq!(run(&search, &search), Ok(0));
+    let forbidden = r#"exec: "/closed/true": stat /closed/true: permission denied"#;
+    assert_eq!(run(&[], &search), Err(forbidden.to_owned()));
+    // More than is permitted.
+    assert_eq!(
+        run(&search, &[]),
+        Err("process.capabilities: Operation not permitted (os error 1)".to_owned())
+    );
+}
+
+#[test]
 fn without_capabilities_in_the_spec_there_are_none() {
     let bench = Bench::new();
     let printed = bench.shell("grep Cap /proc/self/status", |_| {});
@@ -311,7 +357,8 @@ fn clocks_of_a_time_namespace_differ_for_all_processes() {
     let bench = Bench::new();
     let mut spec = bench.spec(&["sleep", "1000"]);
     spec["linux"]["namespaces"].as_array_mut().unwrap().push(json!({"type": "time"}));
-    spec["linux"]["timeOffsets"] = json!({"boottime": {"secs": DAYS}, "monotonic": {"secs": DAYS}});
+    spec["linux"]["timeOffsets"] =
+        json!({"boottime": {"secs": DAYS, "nanosecs": 7}, "monotonic": {"secs": DAYS, "nanosecs": 9}});
     let CreatedInit { child, pidfd, control, .. } = bench.create(&spec, null()).unwrap();
     bench.runtime.block_on(control.start()).unwrap();
     let script = "cut -d. -f1 /proc/uptime; cat /proc/self/timens_offsets; \
@@ -327,5 +374,5 @@ fn clocks_of_a_time_namespace_differ_for_all_processes() {
     assert!((DAYS..2 * DAYS).contains(&uptime), "{printed}");
     let offsets: Vec<_> = lines.map(|line| line.split_whitespace().collect::<Vec<_>>()).collect();
     let days = DAYS.to_string();
-    assert_eq!(offsets, [vec!["monotonic", &days, "0"], vec!["boottime", &days, "0"], vec!["same"]]);
+    assert_eq!(offsets, [vec!["monotonic", &days, "9"], vec!["boottime", &days, "7"], vec!["same"]]);
 }

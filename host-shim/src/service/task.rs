@@ -40,6 +40,12 @@ const SERVICES: [&str; 2] = ["containerd.task.v3.Task", "containerd.task.v2.Task
 /// would show processes of the host that happen to have the guest's pids.
 const DOCKER: &str = "moby";
 
+/// Whether a namespace is docker's. A daemon with `userns-remap` adds the user and the group that root is mapped to:
+/// `moby-200000.200000`.
+fn is_dockers(namespace: &str) -> bool {
+    namespace.strip_prefix(DOCKER).is_some_and(|rest| rest.is_empty() || rest.starts_with('-'))
+}
+
 /// The service.
 #[derive(Debug, Clone)]
 pub(crate) struct TaskService {
@@ -158,7 +164,7 @@ impl TaskService {
 
     async fn list_pids(&self, id: &str) -> Result<Vec<u32>, TaskError> {
         let container = self.pod.container(id)?;
-        if self.pod.namespace() == DOCKER {
+        if is_dockers(self.pod.namespace()) {
             let hint = "; run ps in the container by docker exec";
             let what = "docker top of the processes of a microVM";
             return Err(request_error::unimplemented(what, hint).into());
@@ -392,5 +398,16 @@ impl Task for TaskService {
         let metrics = self.stats_of(&request.id).await.map_err(|e| rpc_status::of(&request.id, &e))?;
         response.stats = Some(metrics).into();
         Ok(response)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::is_dockers;
+
+    #[test]
+    fn docker_has_a_namespace_for_each_user_that_its_root_is_mapped_to() {
+        assert!(is_dockers("moby") && is_dockers("moby-200000.200000"));
+        assert!(!is_dockers("default") && !is_dockers("k8s.io") && !is_dockers("mobydick"));
     }
 }

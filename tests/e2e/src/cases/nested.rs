@@ -115,7 +115,10 @@ fn user_namespace(host: &Host) -> Result<()> {
     fs::write(volume.path().join("secret"), "")?;
     fs::set_permissions(volume.path().join("secret"), fs::Permissions::from_mode(0o600))?;
     let ids = format!("0:{FIRST}:65536");
-    let script = "id -u; tr -s ' ' < /proc/self/uid_map; touch /volume/mine /mine; stat -c %u:%g / /mine; \
+    // A little smaller, to be told from the users.
+    let groups = format!("0:{FIRST}:60000");
+    let script = "id -u; tr -s ' ' < /proc/self/uid_map; tr -s ' ' < /proc/self/gid_map; \
+                  touch /volume/mine /mine; stat -c %u:%g / /mine; \
                   cat /volume/secret 2>/dev/null || echo hidden; hostname inside && hostname; \
                   mkdir -p /mnt && mount -t tmpfs tmpfs /mnt && echo mounted; echo > /dev/null; \
                   ip link set lo mtu 1000; cat /sys/class/net/lo/mtu";
@@ -125,7 +128,7 @@ fn user_namespace(host: &Host) -> Result<()> {
             "--uidmap",
             &ids,
             "--gidmap",
-            &ids,
+            &groups,
             "--cap-add",
             "CAP_SYS_ADMIN",
             "--cap-add",
@@ -134,7 +137,7 @@ fn user_namespace(host: &Host) -> Result<()> {
         .bind(volume.path(), "/volume", "rbind:rw")
         .detach(&["sleep", "1000"])?;
     let finished = task.exec(&["sh", "-c", script])?;
-    let expected = format!(" 0 {FIRST} 65536");
+    let expected = format!(" 0 {FIRST} 65536\n 0 {FIRST} 60000");
     finished.succeeds()?.prints(&format!("0\n{expected}\n0:0\n0:0\nhidden\ninside\nmounted\n1000\n"))?;
     let owner = fs::metadata(volume.path().join("mine"))?;
     ensure!((owner.uid(), owner.gid()) == (FIRST, FIRST), "came      {owner:?}");

@@ -58,7 +58,7 @@ pub(crate) const FIELDS: &[Row] = &[
     client("PodSandboxConfig.linux.overhead", PAUSE),
     honoured(
         "PodSandboxConfig.linux.resources",
-        "shim:the_annotations_of_a_sandbox_limit_its_processor_time",
+        "shim:the_limit_of_the_pod_counts_until_a_container_gets_another_limit",
     ),
     client("PodSandboxConfig.windows", PAUSE),
     different("LinuxSandboxSecurityContext.namespace_options.network", SHARED, NODE),

@@ -26,7 +26,11 @@ const MOUNTS: &str = "`shared` and `rshared`, a socket of datagrams, the node of
 
 pub(crate) const FLAGS: &[Row] = &[
     honoured("--add-host", "docker/a_resolv_conf_of_the_users_own_is_used"),
-    honoured("--annotation", "docker_flags/annotations_of_the_cri_make_no_pod"),
+    different(
+        "--annotation",
+        "docker_flags/annotations_of_the_cri_make_no_pod",
+        "see `annotations` of the OCI spec",
+    ),
     client("--attach", STREAMS),
     refused("--blkio-weight", V1_ONLY, NO_BLOCK_LIMITS),
     refused("--blkio-weight-device", V1_ONLY, NO_BLOCK_LIMITS),
@@ -144,7 +148,12 @@ pub(crate) const FLAGS: &[Row] = &[
     honoured("--tty", "docker/a_terminal_is_typed_to"),
     honoured("--ulimit", LIMITS),
     honoured("--user", PROCESS),
-    different("--userns", BY_DOCKER, "`host` is its only value; `userns-remap` of the daemon is not tested"),
+    different(
+        "--userns",
+        BY_DOCKER,
+        "`host` is its only value; with `userns-remap` of the daemon, users are mapped as on runc, but root \
+         cannot open `/dev/fuse`, which is the guest's root's",
+    ),
     different("--uts", REFUSED, "`host` is refused: a microVM shares no namespace"),
     different("--volume", FILES, MOUNTS),
     client("--volume-driver", MORE_FILES),

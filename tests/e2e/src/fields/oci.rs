@@ -11,7 +11,8 @@ const HOOKS_INSIDE: &str = "hooks/those_inside_the_container_are_not_built_yet";
 const NODE: &str = "devices/a_node_has_the_specs_owner_and_mode";
 const BLOCK_DEVICE: &str = "devices/a_block_device_is_the_hosts";
 const NO_DEVICE: &str = "devices/a_device_that_the_guest_lacks_is_refused_by_name";
-const SCHEDULER: &str = "agent:policies_and_flags_are_those_of_the_kernel";
+const SCHEDULER: &str = "agent:the_attributes_of_the_scheduler_are_the_specs";
+const CAPABILITIES: &str = "agent:effective_and_permitted_capabilities_hold_until_the_program_is_executed";
 const FOREIGN_RULES: &str = "shim:a_rule_about_devices_that_the_container_cannot_have_is_refused";
 const NO_SUCH_DEVICE: &str = "a rule that allows devices of which the container can have none is refused; of a block \
                               device of the host, the guest has other numbers; a privileged container may use those \
@@ -70,9 +71,9 @@ pub(super) const FIELDS: &[Row] = &[
     honoured("process.env", "isolation/the_environment_is_the_specs"),
     honoured("process.cwd", "isolation/a_missing_working_directory_is_made"),
     honoured("process.capabilities.bounding", "isolation/capabilities_are_added_and_dropped"),
-    honoured("process.capabilities.effective", "isolation/capabilities_are_added_and_dropped"),
+    honoured("process.capabilities.effective", CAPABILITIES),
     honoured("process.capabilities.inheritable", "isolation/each_set_of_capabilities_is_the_specs"),
-    honoured("process.capabilities.permitted", "isolation/each_set_of_capabilities_is_the_specs"),
+    honoured("process.capabilities.permitted", CAPABILITIES),
     honoured("process.capabilities.ambient", "isolation/each_set_of_capabilities_is_the_specs"),
     honoured("process.rlimits[].type", "limits/resource_limits_are_the_specs"),
     honoured("process.rlimits[].hard", "limits/resource_limits_are_the_specs"),
@@ -236,7 +237,7 @@ pub(super) const FIELDS: &[Row] = &[
     honoured("linux.devices[].gid", NODE),
     different("linux.seccomp.defaultAction", LOGGED, SECCOMP_ACTIONS),
     honoured("linux.seccomp.defaultErrnoRet", "agent:the_filter_says_what_the_profile_says"),
-    honoured("linux.seccomp.architectures", "seccomp/the_default_profile_holds_for_32_bit_programs"),
+    honoured("linux.seccomp.architectures", "agent:each_architecture_has_its_own_numbers"),
     different(
         "linux.seccomp.flags",
         "agent:system_call_filters",
@@ -274,7 +275,7 @@ pub(super) const FIELDS: &[Row] = &[
     honoured("linux.personality.domain", "isolation/a_32_bit_personality_shows_a_32_bit_machine"),
     refused("linux.personality.flags", NOT_BUILT, "runtime-spec defines no flag"),
     honoured("linux.timeOffsets.*.secs", "nested/the_clocks_of_a_time_namespace_are_the_specs"),
-    honoured("linux.timeOffsets.*.nanosecs", "agent:clocks_differ_in_a_time_namespace"),
+    honoured("linux.timeOffsets.*.nanosecs", "agent:clocks_of_a_time_namespace_differ_for_all_processes"),
     refused("solaris", NOT_BUILT, "another operating system"),
     refused("windows", NOT_BUILT, "another operating system"),
     refused("vm", NOT_BUILT, "the VM is configured in the runtime's configuration"),
