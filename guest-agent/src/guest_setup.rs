@@ -1,8 +1,9 @@
 //! The first steps of PID 1: the file systems of the guest, its cgroups and limits.
 
 use std::{
-    fs,
+    fs::{self, Permissions},
     io::{self, ErrorKind},
+    os::unix::fs::PermissionsExt,
     path::Path,
 };
 
@@ -74,6 +75,9 @@ const MOUNTS: [Mount; 6] = [
     },
 ];
 
+/// Nodes that the kernel makes for root alone.
+const OPEN_TO_ALL: [&str; 2] = ["/dev/fuse", "/dev/net/tun"];
+
 /// Turns the bare initramfs into a system.
 pub fn set_up() -> Result<(), GuestSetupError> {
     let failed = |action| move |source: io::Error| GuestSetupError::Io { action, source };
@@ -92,6 +96,7 @@ pub fn set_up() -> Result<(), GuestSetupError> {
         mount(Some(fs_type), target, Some(fs_type), flags, Some(options))
             .map_err(|error| GuestSetupError::Mount { fs_type, target, source: error.into() })?;
     }
+    open_to_all(&OPEN_TO_ALL).map_err(failed("setting the modes of device nodes"))?;
     // Only a mount or remount from the kernel's first cgroup namespace sets the options of the cgroup2 file system
     // (kernel, kernel/cgroup/cgroup.c, apply_cgroup_root_flags). This makes a second namespace, with the same root. A
     // container without its own cgroup namespace is in it: it sees all cgroups, but its mounts cannot clear nsdelegate.
@@ -150,6 +155,19 @@ fn warm_up_kernel() -> Result<(), GuestSetupError> {
         source: io::Error::other(error),
     })?;
     Ok(Cgroup::create(Path::new(cgroup::ROOT).join("kept"))?.configure(&[], &program)?)
+}
+
+/// Lets every user open these nodes, as udev does on a host. The device rules of a container decide whether it has the
+/// device. One with a user namespace has the guest's node.
+fn open_to_all(nodes: &[&str]) -> io::Result<()> {
+    for node in nodes {
+        match fs::set_permissions(node, Permissions::from_mode(0o666)) {
+            // The kernel of the configuration may lack the device.
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
+            set => set?,
+        }
+    }
+    Ok(())
 }
 
 /// What containers inherit where their spec says nothing: as much as services of a host do.

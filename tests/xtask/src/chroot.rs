@@ -79,7 +79,7 @@ fn enter(root: &Path, work: &Path) -> Result<()> {
     mount(Some("proc"), &root.join("proc"), Some("proc"), MsFlags::empty(), None::<&str>)
         .context("cannot mount its /proc")?;
     // glibc reads there whether it can ask for huge pages. Where it cannot be mounted, QEMU takes more time.
-    drop(mount(Some("sysfs"), &root.join("sys"), Some("sysfs"), MsFlags::MS_RDONLY, None::<&str>));
+    _ = mount(Some("sysfs"), &root.join("sys"), Some("sysfs"), MsFlags::MS_RDONLY, None::<&str>);
     nix::unistd::chroot(root).context("cannot change to it")?;
     std::env::set_current_dir("/work").context("cannot change to its /work")
 }

@@ -13,6 +13,7 @@ use serde_json::json;
 use super::Case;
 use super::programs::{HostCopy, on_disk};
 use crate::command::wait_until;
+use crate::cri::messages::Device;
 use crate::ctr::{Host, Runtime};
 use crate::docker::Client;
 use crate::fixtures::{Spec, scratch};
@@ -144,22 +145,31 @@ fn user_namespace(host: &Host) -> Result<()> {
     task.dies()
 }
 
+/// A device of the guest, which whoever has it may open.
+fn fuse() -> Device {
+    let path = "/dev/fuse".to_owned();
+    Device { container_path: path.clone(), host_path: path, permissions: "rwm".into() }
+}
+
 fn users_of_pod(host: &Host) -> Result<()> {
     let volume = scratch()?;
     fs::set_permissions(volume.path(), fs::Permissions::from_mode(0o777))?;
     let pod = Pod::plan(host).users_from(FIRST).start()?;
     let containers: Vec<_> = (0..2)
-        .map(|_| pod.container().mount(volume.path(), "/volume").start(&["sleep", "1000"]))
+        .map(|_| {
+            let container = pod.container().mount(volume.path(), "/volume");
+            container.config(|config| config.devices.push(fuse())).start(&["sleep", "1000"])
+        })
         .collect::<Result<_>>()?;
     let namespace = "readlink /proc/self/ns/user";
     for (number, container) in containers.iter().enumerate() {
         let script = format!(
             "id -u; tr -s ' ' < /proc/self/uid_map; echo text > /volume/{number} && echo text > /{number}; \
              stat -c %u:%g / /{number} /volume/{number}; hostname > /dev/null && echo one > /dev/shm/{number}; \
-             ls /dev/shm"
+             ls /dev/shm; : <> /dev/fuse && echo fuse"
         );
         let shared = if number == 0 { "0" } else { "0\n1" };
-        let expected = format!("0\n 0 {FIRST} 65536\n0:0\n0:0\n0:0\n{shared}\n");
+        let expected = format!("0\n 0 {FIRST} 65536\n0:0\n0:0\n0:0\n{shared}\nfuse\n");
         container.exec(&["sh", "-c", &script])?.succeeds()?.prints(&expected)?;
         let owner = fs::metadata(volume.path().join(number.to_string()))?;
         ensure!((owner.uid(), owner.gid()) == (FIRST, FIRST), "came      {owner:?}");

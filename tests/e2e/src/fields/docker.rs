@@ -151,8 +151,7 @@ pub(crate) const FLAGS: &[Row] = &[
     different(
         "--userns",
         BY_DOCKER,
-        "`host` is its only value; with `userns-remap` of the daemon, users are mapped as on runc, but root \
-         cannot open `/dev/fuse`, which is the guest's root's",
+        "`host` is its only value; with `userns-remap` of the daemon, users are mapped as on runc",
     ),
     different("--uts", REFUSED, "`host` is refused: a microVM shares no namespace"),
     different("--volume", FILES, MOUNTS),
