@@ -138,21 +138,31 @@ pub(crate) fn joined(
     Ok(joined)
 }
 
+/// What the manifest of a pod says that is to be in a namespace of its host, and what to use instead.
+pub(crate) const HOST_NETWORK: (&str, &str) =
+    ("hostNetwork: true", " in a microVM; use a Service or hostPort, or runc for this pod");
+pub(crate) const HOST_PID: (&str, &str) =
+    ("hostPID: true", " in a microVM; use shareProcessNamespace: true, or runc for this pod");
+pub(crate) const HOST_IPC: (&str, &str) =
+    ("hostIPC: true", " in a microVM; use the pod's own ipc namespace, or runc for this pod");
+
 /// Refuses a spec that lacks a namespace, because the container would then use the host's. The error uses the words of
 /// the client: those of a pod's manifest, or of ctr.
 fn refuse_missing(role: &Role, namespaces: &[LinuxNamespace]) -> Result<(), RequestError> {
     for (kind, in_pod, hint) in [
-        (LinuxNamespaceType::Network, "hostNetwork: true", " in a microVM; run without --net-host"),
-        (LinuxNamespaceType::Pid, "hostPID: true", " in a microVM; ask for a pid namespace"),
-        (LinuxNamespaceType::Ipc, "hostIPC: true", " in a microVM; ask for an ipc namespace"),
-        (LinuxNamespaceType::Uts, "hostNetwork: true", " in a microVM; ask for a uts namespace"),
-        (LinuxNamespaceType::Mount, "", " in a microVM; ask for a mount namespace"),
+        (LinuxNamespaceType::Network, Some(HOST_NETWORK), " in a microVM; run without --net-host"),
+        (LinuxNamespaceType::Pid, Some(HOST_PID), " in a microVM; ask for a pid namespace"),
+        (LinuxNamespaceType::Ipc, Some(HOST_IPC), " in a microVM; ask for an ipc namespace"),
+        (LinuxNamespaceType::Uts, Some(HOST_NETWORK), " in a microVM; ask for a uts namespace"),
+        (LinuxNamespaceType::Mount, None, " in a microVM; ask for a mount namespace"),
     ] {
         if namespaces.iter().any(|namespace| namespace.typ() == kind) {
             continue;
         }
-        if *role != Role::Single && !in_pod.is_empty() {
-            return Err(unimplemented(in_pod, " in a microVM"));
+        if *role != Role::Single
+            && let Some((what, hint)) = in_pod
+        {
+            return Err(unimplemented(what, hint));
         }
         let what = format!("the host's {} namespace (linux.namespaces has none of its own)", name_of(kind));
         return Err(unimplemented(what, hint));
@@ -319,13 +329,17 @@ mod tests {
     fn a_namespace_of_the_host_is_refused_in_the_words_of_who_asks() {
         let without_network = &namespaces("/run/netns/x", None)[2..];
         let error = |role| refuse_missing(&role, without_network).unwrap_err().to_string();
-        assert_eq!(error(Role::Sandbox), "hostNetwork: true is not implemented in a microVM");
+        let expected = "hostNetwork: true is not implemented in a microVM; use a Service or hostPort, or runc for this pod";
+        assert_eq!(error(Role::Sandbox), expected);
         assert!(error(Role::Single).ends_with("in a microVM; run without --net-host"));
         for (kind, word) in [(LinuxNamespaceType::Pid, "hostPID"), (LinuxNamespaceType::Ipc, "hostIPC")] {
             let mut others = namespaces("/run/netns/x", None);
             others.retain(|namespace| namespace.typ() != kind);
             let error = refuse_missing(&Role::Sandbox, &others).unwrap_err().to_string();
-            assert_eq!(error, format!("{word}: true is not implemented in a microVM"));
+            assert!(
+                error.starts_with(&format!("{word}: true is not implemented in a microVM; use ")),
+                "{error}"
+            );
             assert!(is_on_troubleshooting_page(&error));
         }
         assert!(is_on_troubleshooting_page(&error(Role::Sandbox)));

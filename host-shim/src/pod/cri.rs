@@ -10,7 +10,8 @@ use serde_json::{Value, json};
 
 use crate::{
     pod::container_role::{
-        CONTAINER_TYPE, SANDBOX_CPU_PERIOD, SANDBOX_CPU_QUOTA, SANDBOX_ID, SANDBOX_MEMORY,
+        CONTAINER_TYPE, HOST_IPC, HOST_NETWORK, HOST_PID, SANDBOX_CPU_PERIOD, SANDBOX_CPU_QUOTA, SANDBOX_ID,
+        SANDBOX_MEMORY,
     },
     pod::huge_pages,
     types::request_error::{RequestError, unimplemented},
@@ -113,13 +114,11 @@ fn config(request: &CreateSandboxRequest) -> Result<PodSandboxConfig, RequestErr
 /// A VM shares no namespace with its host.
 fn refuse(options: &NamespaceOption) -> Result<(), RequestError> {
     let node = NamespaceMode::NODE.into();
-    for (mode, name) in [
-        (options.network, "hostNetwork: true"),
-        (options.pid, "hostPID: true"),
-        (options.ipc, "hostIPC: true"),
-    ] {
+    for (mode, (what, hint)) in
+        [(options.network, HOST_NETWORK), (options.pid, HOST_PID), (options.ipc, HOST_IPC)]
+    {
         if mode == node {
-            return Err(unimplemented(name, " in a microVM"));
+            return Err(unimplemented(what, hint));
         }
     }
     if options.userns_options.as_ref().is_some_and(|userns| userns.mode != node) {
@@ -247,7 +246,7 @@ mod tests {
             context.namespace_options.mut_or_insert_default().network = NamespaceMode::NODE.into();
         });
         let error = SandboxConfig::read(&on_host).unwrap_err().to_string();
-        assert_eq!(error, "hostNetwork: true is not implemented in a microVM");
+        assert!(error.starts_with("hostNetwork: true is not implemented in a microVM; use "), "{error}");
         let with_users = request(|config| {
             let context: &mut LinuxSandboxSecurityContext =
                 config.linux.mut_or_insert_default().security_context.mut_or_insert_default();

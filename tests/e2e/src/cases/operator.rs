@@ -525,17 +525,17 @@ mod tests {
             "fn each_missing_part_is_named_as_the_troubleshooting_page_says",
         ),
         (
-            "hostNetwork: true is not implemented in a microVM",
+            "hostNetwork: true is not implemented in a microVM; use a Service or hostPort, or runc for this pod",
             "host-shim/src/pod/container_role.rs",
             "is_on_troubleshooting_page",
         ),
         (
-            "hostPID: true is not implemented in a microVM",
+            "hostPID: true is not implemented in a microVM; use shareProcessNamespace: true, or runc for this pod",
             "host-shim/src/pod/container_role.rs",
             "is_on_troubleshooting_page",
         ),
         (
-            "hostIPC: true is not implemented in a microVM",
+            "hostIPC: true is not implemented in a microVM; use the pod's own ipc namespace, or runc for this pod",
             "host-shim/src/pod/container_role.rs",
             "is_on_troubleshooting_page",
         ),
