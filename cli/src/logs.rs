@@ -61,7 +61,7 @@ fn of_pod(options: LogOptions<'_>) -> impl Fn(&str) -> bool + use<> {
     let id = format!("{pod:?}}}");
     let quoted = namespace.as_ref().map(|namespace| format!("{namespace:?} "));
     move |line| {
-        // The journal writes neither a brace nor a guest's words before it.
+        // Before the first brace is only what the journal and the level write, and nothing that a guest chooses.
         let Some((before, rest)) = line.split_once('{') else { return false };
         if let Some(names) = rest.strip_prefix("namespace=").filter(|_| before.ends_with("pod")) {
             let Some((found, rest)) = names.split_once("id=") else { return false };

@@ -171,7 +171,7 @@ mod tests {
         assert!(Arguments::try_parse_from(["bulkhead", "template", "rm", "00ff"]).is_ok());
     }
 
-    /// Pages whose commands of `bulkhead` must be ones.
+    /// The pages whose commands of `bulkhead` between backticks are parsed.
     const PAGES: [&str; 6] = [
         include_str!("../../README.md"),
         include_str!("../../docs/host-hardening.md"),

@@ -75,7 +75,7 @@ const MOUNTS: [Mount; 6] = [
     },
 ];
 
-/// Nodes that the kernel makes for root alone.
+/// Device nodes that udev opens to every user, and the kernel to root alone.
 const OPEN_TO_ALL: [&str; 2] = ["/dev/fuse", "/dev/net/tun"];
 
 /// Turns the bare initramfs into a system.
@@ -158,7 +158,7 @@ fn warm_up_kernel() -> Result<(), GuestSetupError> {
 }
 
 /// Lets every user open these nodes, as udev does on a host. The device rules of a container decide whether it has the
-/// device. One with a user namespace has the guest's node.
+/// device. In a container with a user namespace this very node is mounted, and its root is another user here.
 fn open_to_all(nodes: &[&str]) -> io::Result<()> {
     for node in nodes {
         match fs::set_permissions(node, Permissions::from_mode(0o666)) {

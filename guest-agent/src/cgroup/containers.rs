@@ -38,6 +38,9 @@ pub struct Usage {
 }
 
 const NO_LIMIT: &str = "max";
+/// What a container with a memory limit of its own may use beside that: pages of programs, which the kernel charges to
+/// the cgroup around its own (`kernel-config/patches/fuse-program-pages.patch`). Bytes.
+const PROGRAMS: u64 = 32 << 20;
 /// Of the names of directories around containers' own cgroups.
 const PREFIX: &str = "ctr-";
 
@@ -180,10 +183,14 @@ fn has_ceiling(around: &Path) -> io::Result<bool> {
     Ok(fs::read_to_string(around.join("pids.max"))?.trim_end() != NO_LIMIT)
 }
 
-/// A container with a memory limit of its own is held to that alone: the guest has been given the memory for it.
+/// A container with a memory limit of its own is held to that, and to a limit for the pages of its programs: the guest
+/// has been given the memory for both.
 fn ceiling_of(around: &Path, ceiling: Ceiling) -> io::Result<Ceiling> {
     let own_limit = fs::read_to_string(own(around).join("memory.max"))?;
-    let memory = if own_limit.trim_end() == NO_LIMIT { ceiling.memory } else { u64::MAX };
+    let memory = match own_limit.trim_end() {
+        NO_LIMIT => ceiling.memory,
+        limit => parse_number(limit).saturating_add(PROGRAMS),
+    };
     Ok(Ceiling { memory, ..ceiling })
 }
 
@@ -236,6 +243,12 @@ impl Cgroup {
     pub fn hold(&self, ceiling: Ceiling) -> Result<(), CgroupError> {
         let Some(around) = &self.around else { return Ok(()) };
         set_ceiling(around, ceiling).map_err(io_error("limiting", around))
+    }
+
+    /// Holds a container to no memory ceiling while its own limit changes: the kernel would kill by the old one.
+    pub fn lift_memory(&self) -> Result<(), CgroupError> {
+        let Some(around) = &self.around else { return Ok(()) };
+        write(&around.join("memory.max"), NO_LIMIT).map_err(io_error("limiting", around))
     }
 
     /// The topmost of the container's directories.

@@ -44,10 +44,12 @@ impl Container {
             // The pages come before the limit, and go after it.
             huge_pages.set(wanted.max(before))?;
             let updated = scale_to_memory(&reserve)
+                .and_then(|()| Ok(cgroup.lift_memory()?))
                 .and_then(|()| Ok(cgroup.update(&update.settings, update.device_program.as_deref())?));
+            let held = set_member_ceiling(cgroup, may_have_neighbours, &reserve);
             give_up(&mut huge_pages, if updated.is_ok() { wanted } else { before });
             updates.last = Some((number, Made { limits: updated?, huge_pages: before }));
-            set_member_ceiling(cgroup, may_have_neighbours, &reserve)
+            held
         };
         self.cgroup.change(update).await
     }
@@ -62,10 +64,11 @@ impl Container {
             let mut huge_pages = lock(&huge_pages);
             let there = huge_pages.count();
             huge_pages.set(made.huge_pages.max(there))?;
-            let put_back = cgroup.put_back(made.limits);
+            let put_back = cgroup.lift_memory().and_then(|()| cgroup.put_back(made.limits));
+            let held = set_member_ceiling(cgroup, may_have_neighbours, &reserve);
             give_up(&mut huge_pages, made.huge_pages);
             put_back?;
-            set_member_ceiling(cgroup, may_have_neighbours, &reserve)
+            held
         };
         self.cgroup.change_without_deadline(undo).await
     }

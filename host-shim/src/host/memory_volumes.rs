@@ -158,9 +158,11 @@ fn is_volume(mount: &Mount<'_>, pod_uid: Option<&str>) -> bool {
     mount.root == Path::new("/") && name_of(1) == Some(OsStr::new(VOLUMES)) && is_own
 }
 
-/// Whether kubelet names a whole `emptyDir` volume so, in memory or not.
-pub(crate) fn is_empty_dir(source: &Path) -> bool {
-    source.parent().and_then(Path::file_name) == Some(OsStr::new(VOLUMES))
+/// Whether kubelet names a whole `emptyDir` volume of the pod `pod_uid` so, in memory or not. None: it is not known
+/// which pod it is.
+pub(crate) fn is_own_empty_dir(source: &Path, pod_uid: Option<&str>) -> bool {
+    let name_of = |nth: usize| source.ancestors().nth(nth).and_then(Path::file_name);
+    name_of(1) == Some(OsStr::new(VOLUMES)) && pod_uid.is_some_and(|uid| name_of(3) == Some(OsStr::new(uid)))
 }
 
 /// Which part of a volume with these mounts is at `path`.
@@ -177,6 +179,14 @@ mod tests {
 
     use super::*;
     use crate::testing::private_mounts;
+
+    #[test]
+    fn an_empty_dir_is_the_pods_own_by_its_uid() {
+        let source = Path::new("/var/lib/kubelet/pods/uid/volumes/kubernetes.io~empty-dir/cache");
+        assert!(is_own_empty_dir(source, Some("uid")));
+        assert!(!is_own_empty_dir(source, Some("another")) && !is_own_empty_dir(source, None));
+        assert!(!is_own_empty_dir(&source.join("below"), Some("uid")));
+    }
 
     #[test]
     fn only_kubelets_volumes_in_memory_are_found() {

@@ -1,6 +1,6 @@
-//! Directories of the host that containers of a pod mount. All that mount the same one have one mount in the share. So
-//! a file is the same inode for all of them: its locks, shared mappings and watches (inotify(7)) reach from one
-//! container to the other, as on the host.
+//! Directories of the host that containers of a pod mount. Those that mount the same one in the same way have one mount
+//! in the share. So a file is the same inode for all of them: its locks, shared mappings and watches (inotify(7)) reach
+//! from one container to the other, as on the host.
 //!
 //! Each is in a directory of its own in the share, `_NUMBER`, which is not the id of a container: containerd's begin
 //! with a letter or a digit. Its journal is undone when the last container is gone that mounts it.
@@ -13,13 +13,16 @@ use std::{
     sync::{Mutex, MutexGuard, PoisonError},
 };
 
-use rustix::fs::{AtFlags, StatxFlags, statx};
+use rustix::fs::{AtFlags, StatVfsMountFlags, StatxFlags, fstatvfs, statx};
 
-use crate::host::{
-    journal::UndoError,
-    memory_volumes, no_symlinks,
-    rootfs::{BindMount, Propagation, ReadOnly, RootfsError, bind_opened},
-    share, state_dir,
+use crate::{
+    host::{
+        journal::UndoError,
+        mountinfo, no_symlinks,
+        rootfs::{BindMount, Propagation, ReadOnly, RootfsError, bind_opened},
+        share, state_dir,
+    },
+    types::error::chain,
 };
 
 /// What a volume is mounted as in its directory of the share.
@@ -48,7 +51,8 @@ struct Volume {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
-    /// It is being mounted for its first container. That may take any time, and no other container waits for it.
+    /// It is being mounted for its first container. That may take any time, and no other container waits for it: who
+    /// comes meanwhile begins another one.
     Begun,
     Mounted,
     /// It is being unmounted, and can be used no more.
@@ -62,8 +66,11 @@ enum State {
 struct Source {
     device: u64,
     inode: u64,
-    /// Other mounts of the same directory may have other flags, and other mounts below.
     mount: u64,
+    /// Flags of the mount. Other mounts of the same directory, and this one at another time, may have other ones.
+    flags: StatVfsMountFlags,
+    /// The ids of the mounts below it that are bound too. Those that come later do not come to a private mount.
+    below: Vec<u64>,
     recursive: bool,
     propagation: Propagation,
     read_only: ReadOnly,
@@ -71,18 +78,23 @@ struct Source {
 
 impl Source {
     fn of(bind: &BindMount, directory: &OwnedFd) -> io::Result<Self> {
-        let metadata = fs::metadata(no_symlinks::proc_path(directory))?;
+        let place = no_symlinks::proc_path(directory);
+        let (metadata, path) = (fs::metadata(&place)?, fs::read_link(&place)?);
+        let below = match (bind.recursive, bind.propagation) {
+            (true, Propagation::Private) => mounts_below(&path)?,
+            _ => Vec::new(),
+        };
         let mount = statx(directory, c"", AtFlags::EMPTY_PATH, StatxFlags::MNT_ID)?.stx_mnt_id;
-        // Nobody but the pod has an `emptyDir`. So which of its containers comes first need not decide whether it can
-        // be written through the share.
-        let is_own = memory_volumes::is_empty_dir(&bind.source);
         Ok(Self {
             device: metadata.dev(),
             inode: metadata.ino(),
             mount,
+            flags: fstatvfs(directory)?.f_flag,
+            below,
             recursive: bind.recursive,
             propagation: bind.propagation,
-            read_only: if is_own { ReadOnly::None } else { bind.read_only },
+            // Which of the pod's containers comes first need not decide whether its own volume can be written.
+            read_only: if bind.is_of_pod { ReadOnly::None } else { bind.read_only },
         })
     }
 
@@ -93,23 +105,29 @@ impl Source {
     }
 }
 
+/// The ids of the mounts below a path.
+fn mounts_below(path: &Path) -> io::Result<Vec<u64>> {
+    let table = mountinfo::read()?;
+    let is_below = |mount: &mountinfo::Mount<'_>| mount.place != path && mount.place.starts_with(path);
+    Ok(mountinfo::mounts(&table).filter(is_below).map(|mount| mount.id).collect())
+}
+
 impl PodVolumes {
     /// Mounts a directory in the share of the pod whose state directory is `state`, for a container that will be
-    /// [released](Self::release) also after an error. Returns the path below the share. None: another container is
-    /// about to mount it, and this one needs a mount of its own. Blocks.
+    /// [released](Self::release) also after an error. Returns the path below the share. Blocks.
     pub(crate) fn mount(
         &self,
         state: &Path,
         container: &str,
         bind: &BindMount,
         directory: &OwnedFd,
-    ) -> Result<Option<String>, RootfsError> {
+    ) -> Result<String, RootfsError> {
         let source = Source::of(bind, directory).map_err(|source| bind.failed(source))?;
-        let name = match self.begin(&source, container) {
-            Some((name, State::Mounted)) => return Ok(Some(format!("{name}/{MOUNT}"))),
-            Some((name, _)) => name,
-            None => return Ok(None),
-        };
+        let (name, is_mounted) = self.begin(&source, container);
+        let place = format!("{name}/{MOUNT}");
+        if is_mounted {
+            return Ok(place);
+        }
         let bind = BindMount { read_only: source.read_only, ..bind.clone() };
         let fill = |own: &Path| bind_opened(&bind, directory, &own.join(MOUNT));
         let made = match state_dir::volume_journal(state, &name) {
@@ -117,20 +135,18 @@ impl PodVolumes {
             Err(error) => Err(bind.failed(io::Error::other(error))),
         };
         self.set(&name, if made.is_ok() { State::Mounted } else { State::Left });
-        made.map(|()| Some(format!("{name}/{MOUNT}")))
+        made.map(|()| place)
     }
 
-    /// The volume for a container, which is mounted or is to be mounted. None: see [`Self::mount`].
-    fn begin(&self, source: &Source, container: &str) -> Option<(String, State)> {
+    /// The name of the volume for a container, and whether it is mounted. If not, the caller mounts it.
+    fn begin(&self, source: &Source, container: &str) -> (String, bool) {
         let mut table = self.table();
-        let usable = |volume: &&mut Volume| matches!(volume.state, State::Begun | State::Mounted);
-        let mut found = table.volumes.iter_mut().filter(usable).filter(|volume| volume.source.serves(source));
-        if let Some(volume) = found.next() {
-            if volume.state == State::Begun {
-                return None;
-            }
+        let serves = |volume: &&mut Volume| volume.state == State::Mounted && volume.source.serves(source);
+        // One that can be written is that of the containers that write.
+        let found = table.volumes.iter_mut().filter(serves);
+        if let Some(volume) = found.min_by_key(|volume| volume.source.read_only != ReadOnly::None) {
             volume.containers.insert(container.into());
-            return Some((volume.name.clone(), State::Mounted));
+            return (volume.name.clone(), true);
         }
         let name = format!("_{}", table.next);
         table.next += 1;
@@ -140,7 +156,7 @@ impl PodVolumes {
             state: State::Begun,
             containers: BTreeSet::from([container.into()]),
         });
-        Some((name, State::Begun))
+        (name, false)
     }
 
     /// Undoes what a container has on the host, and unmounts the volumes that only this one had. Blocks.
@@ -148,29 +164,43 @@ impl PodVolumes {
         state_dir::undo_container(state, container).and(self.release(state, container))
     }
 
-    /// Unmounts the volumes that only this container had. What fails is tried again when the next container is
-    /// released, and when the pod ends. Blocks.
+    /// Unmounts the volumes that only this container had. What fails is an error of this container, and is tried again
+    /// when another one is released, and when the pod ends. Blocks.
     pub(crate) fn release(&self, state: &Path, container: &str) -> Result<(), UndoError> {
         let mut unused = Vec::new();
         for volume in &mut self.table().volumes {
-            volume.containers.remove(container);
+            let is_own = volume.containers.remove(container);
             // One that is being mounted is released once more, by whoever mounts it.
             let ends = matches!(volume.state, State::Mounted | State::Left) && volume.containers.is_empty();
             if ends {
                 volume.state = State::Ending;
-                unused.push(volume.name.clone());
+                unused.push((volume.name.clone(), is_own));
             }
         }
         let mut result = Ok(());
-        for name in unused {
+        for (name, is_own) in unused {
             let undone = state_dir::undo_volume(state, &name);
             match &undone {
                 Ok(()) => self.table().volumes.retain(|volume| volume.name != name),
                 Err(_) => self.set(&name, State::Left),
             }
-            result = result.and(undone);
+            match undone {
+                Err(error) if !is_own => {
+                    tracing::warn!(
+                        volume = name,
+                        error = chain(&error),
+                        "a volume of the pod is left mounted"
+                    );
+                }
+                undone => result = result.and(undone),
+            }
         }
         result
+    }
+
+    /// The pod has ended, and all its volumes are unmounted.
+    pub(crate) fn forget(&self) {
+        self.table().volumes.clear();
     }
 
     fn set(&self, name: &str, state: State) {
@@ -220,13 +250,14 @@ mod tests {
         fn bind(&self, name: &str, read_only: ReadOnly) -> BindMount {
             let source = self.dir.path().join(name);
             fs::create_dir_all(&source).unwrap();
-            BindMount { index: 3, source, recursive: true, read_only, propagation: Propagation::Private }
+            let propagation = Propagation::Private;
+            BindMount { index: 3, source, recursive: true, read_only, propagation, is_of_pod: false }
         }
 
         /// Mounts it for the container, and returns where.
         fn mount(&self, container: &str, bind: &BindMount) -> PathBuf {
             let Opened::Directory(directory) = open_source(bind).unwrap() else { panic!("{bind:?}") };
-            let place = self.volumes.mount(&self.state, container, bind, &directory).unwrap().unwrap();
+            let place = self.volumes.mount(&self.state, container, bind, &directory).unwrap();
             self.share().join(place)
         }
 
@@ -278,11 +309,9 @@ mod tests {
         assert_eq!(pod.mount("reader too", &read), reader);
         let writer = pod.mount("writer", &write);
         assert!(writer != reader && can_write(&writer));
-        pod.release("reader");
-        pod.release("reader too");
         assert_eq!(pod.mount("a later reader", &read), writer);
         // Whichever container of the pod is the first: nobody else has the volume.
-        let empty = pod.bind("pod/volumes/kubernetes.io~empty-dir/cache", ReadOnly::Top);
+        let empty = BindMount { is_of_pod: true, ..pod.bind("cache", ReadOnly::Top) };
         let first = pod.mount("reader", &empty);
         assert_eq!(pod.mount("writer", &BindMount { read_only: ReadOnly::None, ..empty }), first);
         assert!(can_write(&first));
@@ -305,19 +334,39 @@ mod tests {
     }
 
     #[test]
+    fn what_has_changed_on_the_host_is_another_volume() {
+        let pod = Pod::new();
+        let data = pod.bind("data", ReadOnly::None);
+        mount(Some("t"), &data.source, Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
+        let first = pod.mount("a", &data);
+        let below = data.source.join("below");
+        fs::create_dir(&below).unwrap();
+        mount(Some("t"), &below, Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
+        fs::write(below.join("file"), "").unwrap();
+        let second = pod.mount("b", &data);
+        assert!(second != first && second.join("below/file").exists() && !first.join("below/file").exists());
+        let read_only = MsFlags::MS_REMOUNT | MsFlags::MS_BIND | MsFlags::MS_RDONLY;
+        mount(None::<&str>, &data.source, None::<&str>, read_only, None::<&str>).unwrap();
+        let third = pod.mount("c", &data);
+        assert!(third != second && !can_write(&third) && can_write(&second));
+    }
+
+    #[test]
     fn one_that_is_being_mounted_keeps_nobody_waiting() {
         let pod = Pod::new();
         let bind = pod.bind("data", ReadOnly::None);
         let Opened::Directory(directory) = open_source(&bind).unwrap() else { panic!("{bind:?}") };
         let source = Source::of(&bind, &directory).unwrap();
-        let (name, state) = pod.volumes.begin(&source, "a").unwrap();
-        assert_eq!(state, State::Begun);
-        assert_eq!(pod.volumes.mount(&pod.state, "b", &bind, &directory).unwrap(), None);
+        let (name, is_mounted) = pod.volumes.begin(&source, "a");
+        assert!(!is_mounted);
+        let second = pod.mount("b", &bind);
+        assert_eq!(pod.mount("c", &bind), second);
         // The first container has given up. Whoever mounts it releases it once more.
         pod.release("a");
+        assert_eq!(pod.volumes.table().volumes.len(), 2);
         pod.volumes.set(&name, State::Mounted);
         pod.release("a");
-        assert_ne!(pod.mount("c", &bind), pod.share().join(name).join(MOUNT));
+        assert_eq!(pod.volumes.table().volumes.len(), 1);
     }
 
     #[test]

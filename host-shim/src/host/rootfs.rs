@@ -130,6 +130,8 @@ pub(crate) struct BindMount {
     pub(crate) recursive: bool,
     pub(crate) read_only: ReadOnly,
     pub(crate) propagation: Propagation,
+    /// Whether nobody but the pod has it.
+    pub(crate) is_of_pod: bool,
 }
 
 impl BindMount {
@@ -479,6 +481,7 @@ mod tests {
             recursive: false,
             read_only: ReadOnly::None,
             propagation: Propagation::Private,
+            is_of_pod: false,
         }
     }
 

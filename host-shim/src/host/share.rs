@@ -12,6 +12,7 @@
 //! | `share.staging/new/ID` | where the mounts of a container are put together |
 //! | `share/` | `names`, read-only: the guest's share. Its mounts propagate to the VMM's mount namespace |
 //! | `share/ID` | the container's tmpfs, read-only: the mounts `rootfs` and `mounts/INDEX`, moved here from `new/ID` |
+//! | `share/_NUMBER` | the same for a directory that containers of the pod mount (`pod_volumes.rs`): the mount `volume` |
 
 use std::{
     fs, io,
@@ -197,6 +198,7 @@ mod tests {
                 recursive: true,
                 read_only: ReadOnly::Top,
                 propagation: Propagation::Private,
+                is_of_pod: false,
             };
             bind_source(&bound, &own.join("0"))
         })

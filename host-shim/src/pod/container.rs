@@ -32,7 +32,7 @@ use crate::{
         container_role::Role,
         create_request::{CreatePlan, CreateRequest},
         devices::{Disk, Numbers},
-        guest_spec::{OtherSources, with_disks, with_other_sources, with_root},
+        guest_spec::{MovedSources, with_disks, with_moved_sources, with_root},
         huge_pages,
         pod_vm::{FollowedVolume, HostSockets, PodVm},
     },
@@ -113,7 +113,7 @@ pub(crate) struct Environment {
     pub(crate) pod: Arc<PodVm>,
     pub(crate) guest: Guest,
     pub(crate) events: Publisher,
-    pub(crate) other_sources: OtherSources,
+    pub(crate) moved_sources: MovedSources,
 }
 
 /// What a container has when it is created.
@@ -158,7 +158,7 @@ impl Container {
         plan: &CreatePlan,
         environment: Environment,
     ) -> Result<Arc<Self>, TaskError> {
-        let Environment { pod, guest, events, other_sources } = &environment;
+        let Environment { pod, guest, events, moved_sources } = &environment;
         let joined = pod.resolve(&plan.joined)?;
         let placeholder = match plan.role {
             Role::Member { .. } => {
@@ -176,7 +176,7 @@ impl Container {
             let ends = streams::open(guest.vm.vsock(), [stdin, stdout, stderr], source).await?;
             let spec = pod.spec_for_guest(plan).await?;
             let damaged = |error: serde_json::Error| TaskError::Internal(error.to_string());
-            let spec = with_other_sources(spec, &plan.id, other_sources).map_err(damaged)?;
+            let spec = with_moved_sources(spec, &plan.id, moved_sources).map_err(damaged)?;
             let disks = pod.attach_disks(guest, &plan.disks).await?;
             let spec = with_disks(spec, &disks).map_err(damaged)?;
             let root = match &plan.rootfs {
@@ -205,7 +205,7 @@ impl Container {
                 joined: &joined,
                 pause: plan.role == Role::Sandbox,
                 no_new_keyring: plan.no_new_keyring,
-                host_sockets: &other_sources.sockets,
+                host_sockets: &moved_sources.sockets,
             };
             let made = guest.agent.create_container(new, ends.ids());
             let stdio: Result<_, TaskError> = ends.connect_while(guest.vm.vsock(), made).await;
@@ -219,7 +219,7 @@ impl Container {
     async fn assemble(
         creation: CreateRequest,
         plan: &CreatePlan,
-        Environment { pod, guest, events, other_sources }: Environment,
+        Environment { pod, guest, events, moved_sources }: Environment,
         Ready { placeholder, stdio, volumes, disks }: Ready,
     ) -> Arc<Self> {
         let pid = placeholder.as_ref().map_or(guest.vm.pid(), PlaceholderProcess::pid);
@@ -227,7 +227,7 @@ impl Container {
         let oom = OomReports::watch(&plan.id, guest.agent.clone(), events.clone());
         let execs = Execs::new(&plan.id, pid, guest.clone(), events.clone(), Arc::clone(&oom));
         let host_sockets =
-            HostSockets::serve(&guest, &plan.id, &other_sources.sockets, &pod.host_connections);
+            HostSockets::serve(&guest, &plan.id, &moved_sources.sockets, &pod.host_connections);
         let key = ProcessKey { container_id: plan.id.clone(), exec_id: String::new() };
         let task_events = creation.task().is_some().then(|| events.clone());
         let container = Arc::new(Self {

@@ -15,7 +15,7 @@ use crate::{
     pod::{
         container_role::Role,
         create_request::{CreatePlan, CreateRequest},
-        guest_spec::OtherSources,
+        guest_spec::MovedSources,
     },
     process::error::TaskError,
     types::{error::chain, id_mappings::IdMappings},
@@ -28,14 +28,14 @@ pub(crate) fn prepare(
     volumes: &PodVolumes,
     plan: &CreatePlan,
     creation: &CreateRequest,
-) -> Result<OtherSources, TaskError> {
+) -> Result<MovedSources, TaskError> {
     let mut journal = state_dir::container_journal(state, &plan.id)?;
     let bundle = Effect::Bundle { path: creation.bundle().to_owned() };
     journal.record(bundle).map_err(|source| RootfsError::Share { path: state.to_owned(), source })?;
     let made = match creation {
         CreateRequest::Sandbox { config, .. } => {
             let files = SandboxFiles { hostname: &plan.hostname, resolv_conf: config.resolv_conf.as_deref() };
-            files.make(&mut journal, state).map(|()| OtherSources::default()).map_err(TaskError::from)
+            files.make(&mut journal, state).map(|()| MovedSources::default()).map_err(TaskError::from)
         }
         CreateRequest::Task(_) => mount_files(&mut journal, state, volumes, plan),
     };
@@ -52,9 +52,9 @@ fn mount_files(
     state: &Path,
     volumes: &PodVolumes,
     plan: &CreatePlan,
-) -> Result<OtherSources, TaskError> {
-    let mut others = OtherSources::default();
-    let Some(rootfs) = &plan.rootfs else { return Ok(others) };
+) -> Result<MovedSources, TaskError> {
+    let mut moved = MovedSources::default();
+    let Some(rootfs) = &plan.rootfs else { return Ok(moved) };
     let is_member = matches!(plan.role, Role::Member { .. });
     let fill = |own: &Path| {
         let root = own.join(bulkhead_vmm_api::ROOTFS);
@@ -66,31 +66,27 @@ fn mount_files(
         fs::create_dir(&mounts).map_err(|source| RootfsError::Share { path: mounts.clone(), source })?;
         let profile = plan.apparmor.as_ref().map(|policy| policy.profile.as_str());
         for bind in &plan.binds {
+            // Whoever gave this up has undone it meanwhile.
+            fs::metadata(&mounts).map_err(|source| RootfsError::Share { path: mounts.clone(), source })?;
             let opened = match open_source(bind)? {
                 Opened::Socket(socket) => {
-                    others.sockets.push(Arc::new(socket.confined_by(profile)));
+                    moved.sockets.push(Arc::new(socket.confined_by(profile)));
                     continue;
                 }
-                Opened::Directory(directory) => {
-                    let volume = match is_member {
-                        true => volumes.mount(state, &plan.id, bind, &directory)?,
-                        false => None,
-                    };
-                    if let Some(place) = volume {
-                        others.volumes.push((bind.index, place));
-                        continue;
-                    }
-                    directory
+                Opened::Directory(directory) if is_member => {
+                    let place = volumes.mount(state, &plan.id, bind, &directory)?;
+                    moved.volumes.push((bind.index, place));
+                    continue;
                 }
-                Opened::File(file) => file,
+                Opened::Directory(opened) | Opened::File(opened) => opened,
             };
             bind_opened(bind, &opened, &mounts.join(bind.index.to_string()))?;
         }
-        match others.sockets.len() {
+        match moved.sockets.len() {
             count if count > MAX_HOST_SOCKETS => Err(RootfsError::Sockets { count }),
             _ => Ok(()),
         }
     };
     share::add(journal, &state_dir::share_path(state), &plan.id, plan.binds.len(), fill)?;
-    Ok(others)
+    Ok(moved)
 }

@@ -138,7 +138,7 @@ pub(crate) fn joined(
     Ok(joined)
 }
 
-/// What the manifest of a pod says that is to be in a namespace of its host, and what to use instead.
+/// The field of a pod's manifest that asks for the host's network, and what to use instead. So the next two.
 pub(crate) const HOST_NETWORK: (&str, &str) =
     ("hostNetwork: true", " in a microVM; use a Service or hostPort, or runc for this pod");
 pub(crate) const HOST_PID: (&str, &str) =

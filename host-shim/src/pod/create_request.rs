@@ -413,7 +413,8 @@ fn binds(spec: &Spec, bundle: &Path, role: &Role, budget: &Budget) -> Result<Bin
             binds.copied.push((index, volume));
             continue;
         }
-        binds.host.push(BindMount { index, source, recursive, read_only, propagation });
+        let is_of_pod = memory_volumes::is_own_empty_dir(&source, pod_uid);
+        binds.host.push(BindMount { index, source, recursive, read_only, propagation, is_of_pod });
     }
     binds.huge_pages.extend(HugePagesMount::of_volumes(&binds.volumes));
     Ok(binds)
@@ -668,19 +669,27 @@ mod tests {
     #[test]
     fn bind_mounts_come_from_the_host() {
         let plan = read_with(&spec(), |_| {}).unwrap();
-        let propagation = Propagation::Private;
+        let (propagation, is_of_pod) = (Propagation::Private, false);
         let (data, file) = ("/srv/data".into(), plan.binds[1].source.clone());
         assert!(file.is_absolute() && file.ends_with("file"));
         assert_eq!(
             plan.binds,
             [
-                BindMount { index: 1, source: data, recursive: true, read_only: ReadOnly::Top, propagation },
+                BindMount {
+                    index: 1,
+                    source: data,
+                    recursive: true,
+                    read_only: ReadOnly::Top,
+                    propagation,
+                    is_of_pod
+                },
                 BindMount {
                     index: 2,
                     source: file,
                     recursive: false,
                     read_only: ReadOnly::None,
-                    propagation
+                    propagation,
+                    is_of_pod
                 },
             ]
         );

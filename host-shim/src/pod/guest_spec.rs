@@ -11,9 +11,9 @@ use crate::{
     types::spec::edit_json,
 };
 
-/// The sources of a container's bind mounts that are elsewhere in the guest than the spec of its plan says.
+/// The sources of a container's bind mounts whose places in the guest are known only when its files are prepared.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct OtherSources {
+pub(crate) struct MovedSources {
     /// Sockets of services of the host. The guest has its own in their places.
     pub(crate) sockets: Vec<Arc<HostSocket>>,
     /// Volumes that are the pod's: the index of the mount in the spec, and the path below the share.
@@ -21,20 +21,20 @@ pub(crate) struct OtherSources {
 }
 
 /// The spec for the guest, with these sources.
-pub(crate) fn with_other_sources<'s>(
+pub(crate) fn with_moved_sources<'s>(
     spec_json: Cow<'s, [u8]>,
     id: &str,
-    others: &OtherSources,
+    moved: &MovedSources,
 ) -> Result<Cow<'s, [u8]>, serde_json::Error> {
-    if others.sockets.is_empty() && others.volumes.is_empty() {
+    if moved.sockets.is_empty() && moved.volumes.is_empty() {
         return Ok(spec_json);
     }
     edit_json(&spec_json, |document| {
-        for socket in &others.sockets {
+        for socket in &moved.sockets {
             let source = format!("{HOST_SOCKETS_DIR}/{id}/{}", socket.index);
             document["mounts"][socket.index]["source"] = source.into();
         }
-        for (index, place) in &others.volumes {
+        for (index, place) in &moved.volumes {
             document["mounts"][*index]["source"] = format!("{SHARE_DIR}/{place}").into();
         }
     })

@@ -46,7 +46,7 @@ use crate::{
         container_files,
         container_role::Role,
         create_request::{CreatePlan, CreateRequest},
-        guest_spec::OtherSources,
+        guest_spec::MovedSources,
         pod_vm::{PodVm, Settings},
     },
     process::{
@@ -303,12 +303,12 @@ impl Pod {
         let plan = Arc::new(plan);
         let timed = vm.time(&plan.id, Step::MountFiles);
         let step = creating.begin_step(vm, creation.id()).await;
-        let other_sources = self.prepare_files(&creation, &plan, step).await?;
+        let moved_sources = self.prepare_files(&creation, &plan, step).await?;
         drop(timed);
         *lock(&creating.hooks) = Some(Arc::clone(&plan.hooks));
         let guest = vm.guest_for(&plan).await?;
         let environment =
-            Environment { pod: Arc::clone(vm), guest, events: self.0.events.clone(), other_sources };
+            Environment { pod: Arc::clone(vm), guest, events: self.0.events.clone(), moved_sources };
         let _timed = vm.time(&plan.id, Step::CreateContainer);
         Container::create(creation, &plan, environment).await
     }
@@ -320,27 +320,22 @@ impl Pod {
         creation: &CreateRequest,
         plan: &Arc<CreatePlan>,
         step: HostStep,
-    ) -> Result<OtherSources, TaskError> {
+    ) -> Result<MovedSources, TaskError> {
         let (state, creation, plan) = (self.0.vm.settings.state_path(), creation.clone(), Arc::clone(plan));
         let (undo_state, id) = (state.clone(), plan.id.clone());
         let (vm, runtime) = (Arc::clone(&self.0.vm), Handle::current());
-        let abandoned = move |(made, step): (Result<OtherSources, TaskError>, HostStep)| {
-            if made.is_ok() {
-                if let Err(error) = vm.pod_volumes.undo_container(&undo_state, &id) {
-                    tracing::error!(
-                        container = id,
-                        error = chain(&error),
-                        "the container left something behind"
-                    );
-                }
-                // The guest has seen the container's files already.
-                runtime.block_on(vm.close_unmounted(&id));
+        let abandoned = move |(made, step): (Result<MovedSources, TaskError>, HostStep)| {
+            if made.is_ok()
+                && let Err(error) = vm.pod_volumes.undo_container(&undo_state, &id)
+            {
+                tracing::error!(container = id, error = chain(&error), "the container left something behind");
             }
+            // The guest may have seen some of the container's files already.
+            runtime.block_on(vm.close_unmounted(&id));
             drop(step);
         };
-        let prepared = Arc::clone(&self.0.vm);
-        let prepare =
-            move || (container_files::prepare(&state, &prepared.pod_volumes, &plan, &creation), step);
+        let volumes = Arc::clone(&self.0.vm.pod_volumes);
+        let prepare = move || (container_files::prepare(&state, &volumes, &plan, &creation), step);
         let (made, _step) = blocking::run(prepare, abandoned).await?;
         made
     }

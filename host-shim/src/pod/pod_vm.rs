@@ -371,6 +371,8 @@ impl PodVm {
     async fn remove(&self) -> Result<(), TaskError> {
         lock(&self.running).take();
         let host = self.host.lock().await.take();
+        // All of them are undone with the pod.
+        self.pod_volumes.forget();
         let path = self.settings.state_path();
         let removed = self.undo(&self.settings.id, move || match host {
             Some(host) => host.remove(),

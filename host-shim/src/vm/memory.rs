@@ -8,6 +8,9 @@ use crate::{host::cgroup_limits::PAGE_TABLES, types::config::Config};
 
 /// Memory that the guest's kernel and agent need beside what the containers may use, MiB.
 const GUEST_MIB: u64 = 64;
+/// Memory for the pages of programs, which do not count for the limit of a container, MiB. A pod with more of them reads
+/// some again when its containers use all that they may.
+const PROGRAMS_MIB: u64 = 32;
 /// The part of it that containers cannot use in a guest that has no more than it needs, MiB.
 const LEAST_GUEST_MIB: u64 = 48;
 /// Memory of the host that a VM takes beside the guest's own and the page tables for it, MiB: the VMM with its
@@ -119,7 +122,7 @@ impl MemoryRange {
     /// The size of a VM whose containers may use `limits` bytes together. It grows in blocks.
     pub(crate) fn for_limits(self, limits: u64) -> u32 {
         let used = limits.div_ceil(MIB);
-        let wanted = used.saturating_add(used / DESCRIBED).saturating_add(GUEST_MIB);
+        let wanted = used.saturating_add(used / DESCRIBED).saturating_add(GUEST_MIB + PROGRAMS_MIB);
         let grown = wanted.saturating_sub(self.least.into()).div_ceil(BLOCK_MIB.into());
         let size = grown.saturating_mul(BLOCK_MIB.into()).saturating_add(self.least.into());
         u32::try_from(size).unwrap_or(u32::MAX).clamp(self.least, self.most)

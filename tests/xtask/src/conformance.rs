@@ -132,10 +132,16 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "they are the guest's; a lock on the host would need a request for each, and a wait that no signal ends",
     ),
     (
-        "a file of a volume that one container mounts as a directory and another by a `subPath` or by itself, or that \
-         one mounted to read it before another did to write it (`emptyDir` excepted): not refused, but locks, shared \
-         mappings and inotify do not reach from one to the other",
+        "one file of the host by two mounts that are kept apart: not refused, but locks, shared mappings and inotify do not \
+         reach from one to the other. They are: a directory, and a file or a `subPath` in it; a directory that one \
+         container of a pod mounts to read it before another mounts it to write it (not `emptyDir`); two places of one \
+         container of docker or ctr; a directory that two containers of a pod mount at the same moment",
         "these are several mounts of the share (docs/architecture.md, The share)",
+    ),
+    (
+        "pages of files that are mapped privately, such as programs and libraries: not refused, but they are not in \
+         `memory.current` and `memory.stat` of the container, and not limited by its `memory.max`",
+        "they are charged to the cgroup above it, which has a limit of its own (docs/architecture.md, Memory)",
     ),
     (
         "a FIFO between a container and the host: not refused, but what one end writes does not come to the other",
@@ -151,8 +157,8 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "a request need not be aligned as the file system of the host asks for",
     ),
     (
-        "rules of packet filters, and policy routes (`ip rule`), that somebody puts into the network namespace of a pod on \
-         the host: not refused, but they do not apply to the containers",
+        "rules of iptables or nftables, and `ip rule`, that a program of the host puts into the network namespace of a pod, \
+         such as istio-cni or a chained CNI plugin: not refused, but they do not apply to the containers",
         "the packets go from the interface to the VM (tc); rules that a container sets in the guest apply",
     ),
     (

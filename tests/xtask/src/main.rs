@@ -62,9 +62,8 @@ struct Arguments {
 enum Task {
     /// Sets up everything and shows a container in a microVM, run by containerd.
     ///
-    /// With `pod`, shows a pod of several
-    /// containers, as Kubernetes runs it. With `hostile`, a privileged container attacks its host. With `density`, as
-    /// many pods as fit are started.
+    /// With `pod`, shows a pod of several containers, as Kubernetes runs it. With `hostile`, a privileged container
+    /// attacks its host. With `density`, as many pods as fit are started.
     Demo(DemoArguments),
     /// Runs the unit tests, and the end-to-end tests in the rig.
     Test(TestArguments),

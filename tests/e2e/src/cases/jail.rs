@@ -301,8 +301,10 @@ fn pod_files(host: &Host) -> Result<()> {
     };
     let container =
         pod.container().named("guest", 0).mount(volume.path(), "/volume").start(&["sleep", "1000"])?;
-    ensure!(shown("/rootfs ")? && shown("/mounts/")?, "expected  the container's files in the jail");
+    let places = ["/rootfs ", "/mounts/", "/volume "];
+    let found = || places.iter().map(|place| shown(place)).collect::<Result<Vec<_>>>();
+    ensure!(found()? == [true; 3], "expected  the container's files in the jail\ncame      {:?}", found()?);
     container.remove()?;
-    ensure!(!shown("/rootfs ")? && !shown("/mounts/")?, "expected  the container's files gone from the jail");
+    ensure!(found()? == [false; 3], "expected  none of the container's files\ncame      {:?}", found()?);
     pod.remove()
 }

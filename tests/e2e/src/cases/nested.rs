@@ -145,7 +145,7 @@ fn user_namespace(host: &Host) -> Result<()> {
     task.dies()
 }
 
-/// A device of the guest, which whoever has it may open.
+/// A device that every user may open who has its node.
 fn fuse() -> Device {
     let path = "/dev/fuse".to_owned();
     Device { container_path: path.clone(), host_path: path, permissions: "rwm".into() }

@@ -505,9 +505,13 @@ mod tests {
         (
             "there is no template, so the VM boots",
             "host-shim/src/vm/template.rs",
-            "is_on_troubleshooting_page",
+            "fn a_vm_that_cannot_be_saved_is_no_template_and_the_next_one_boots",
         ),
-        ("the pod's cgroup allows less than", "host-shim/src/vm/vmm.rs", "is_on_troubleshooting_page"),
+        (
+            "the pod's cgroup allows less than",
+            "host-shim/src/vm/vmm.rs",
+            "fn a_cgroup_that_allows_less_than_the_limits_is_named",
+        ),
         ("guest:", "tests/e2e/src/cases/operator_metrics.rs", "format!(\"guest: {panic}\")"),
         (
             "leftover",
@@ -527,17 +531,17 @@ mod tests {
         (
             "hostNetwork: true is not implemented in a microVM; use a Service or hostPort, or runc for this pod",
             "host-shim/src/pod/container_role.rs",
-            "is_on_troubleshooting_page",
+            "fn a_namespace_of_the_host_is_refused_in_the_words_of_who_asks",
         ),
         (
             "hostPID: true is not implemented in a microVM; use shareProcessNamespace: true, or runc for this pod",
             "host-shim/src/pod/container_role.rs",
-            "is_on_troubleshooting_page",
+            "fn a_namespace_of_the_host_is_refused_in_the_words_of_who_asks",
         ),
         (
             "hostIPC: true is not implemented in a microVM; use the pod's own ipc namespace, or runc for this pod",
             "host-shim/src/pod/container_role.rs",
-            "is_on_troubleshooting_page",
+            "fn a_namespace_of_the_host_is_refused_in_the_words_of_who_asks",
         ),
         // What a user writes is an error of clap otherwise.
         ("bulkhead metrics | grep failures", "cli/src/main.rs", "fn the_commands_of_the_pages_exist"),

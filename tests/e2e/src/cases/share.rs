@@ -297,10 +297,9 @@ fn kept_open_by(host: &Host, tag: &str) -> Result<()> {
     let user = pod.container().mount(&disk.place(), "/data").start(&["sleep", "1000"])?;
     user.sh("for name in kept removed; do echo $name > /data/$name; done")?.succeeds()?;
     let script = format!(
-        "{}; for mount in /m/{}/mounts/*; do test -e $mount/kept && cd $mount; done; exec 3< kept 4< removed; \
+        "{}; for mount in /m/_*/volume; do test -e $mount/kept && cd $mount; done; exec 3< kept 4< removed; \
          read one <&3; read two <&4; rm removed && echo ready; while :; do sleep 1; done",
-        mount_of(tag),
-        user.id()
+        mount_of(tag)
     );
     let keeper = pod.container().security(|security| security.privileged = true);
     let keeper = keeper.start(&["sh", "-c", &script])?;

@@ -44,6 +44,7 @@ fn schema(kind: &str) -> Value {
                             "image": "text",
                             "command": ["text"],
                             "args": ["text"],
+                            "readinessProbe": { "exec": { "command": ["text"] } },
                             "securityContext": { "privileged": "flag" },
                             "volumeMounts": [{ "name": "text", "mountPath": "text" }],
                         }],
@@ -206,13 +207,8 @@ fn a_daemon_set_selects_its_own_pods_and_the_commands_of_the_page_name_it() {
         let (set_name, namespace) =
             (set["metadata"]["name"].as_str().unwrap(), &set["metadata"]["namespace"]);
         let label = template["metadata"]["labels"]["name"].as_str().unwrap();
-        for (word, what) in
-            [("daemonset", format!("daemonset/{set_name}")), ("name", format!("name={label}"))]
-        {
-            assert!(
-                page.contains(&format!("{what}\n")) || page.contains(&format!("{what} ")),
-                "{word}: {what}"
-            );
+        for what in [format!("daemonset/{set_name}"), format!("name={label}")] {
+            assert!(page.contains(&format!("{what}\n")) || page.contains(&format!("{what} ")), "{what}");
         }
         assert_eq!(namespace, "kube-system");
         assert_eq!(template["spec"]["nodeSelector"]["bulkhead"], "yes");

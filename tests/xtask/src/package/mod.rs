@@ -89,10 +89,12 @@ const COMPLETIONS: [(&str, &str); 3] = [
 
 /// Packs the parts, and tries them on a bare host.
 pub(crate) fn try_out(cache: &Cache, tools: &Tools, dist: &Dist) -> Result<()> {
-    let sums = read(&build(dist)?[2])?;
-    let [archive, package, again] = build(dist)?;
-    if read(&again)? != sums {
-        bail!("packing the same programs a second time gave other bytes: compare target/package");
+    let text = |path: &Path| Ok::<_, anyhow::Error>(String::from_utf8_lossy(&read(path)?).into_owned());
+    let first = text(&build(dist)?[2])?;
+    let [archive, package, sums] = build(dist)?;
+    let second = text(&sums)?;
+    if first != second {
+        bail!("packing the same programs twice gave other bytes:\n{first}and then\n{second}");
     }
     kubernetes_page::check()?;
     trial::run(cache, tools, dist, &archive, &package)?;
