@@ -245,7 +245,7 @@ impl Cgroup {
         set_ceiling(around, ceiling).map_err(io_error("limiting", around))
     }
 
-    /// Holds a container to no memory ceiling while its own limit changes: the kernel would kill by the old one.
+    /// Takes the memory ceiling away until the next [`Self::hold`].
     pub fn lift_memory(&self) -> Result<(), CgroupError> {
         let Some(around) = &self.around else { return Ok(()) };
         write(&around.join("memory.max"), NO_LIMIT).map_err(io_error("limiting", around))

@@ -22,6 +22,19 @@ pub(super) fn set_member_ceiling(
     reserve.set().map_err(|source| ContainerError::Io { action: "limiting all containers", source })
 }
 
+/// Before the container's own limits change: by the old ceiling the kernel would kill what the new limits allow.
+/// [`set_member_ceiling`] sets the new one.
+fn lift_member_ceiling(
+    cgroup: &Cgroup,
+    may_have_neighbours: bool,
+    reserve: &Reserve,
+) -> Result<(), ContainerError> {
+    match reserve.of_member() {
+        Some(_) if may_have_neighbours => Ok(cgroup.lift_memory()?),
+        _ => Ok(()),
+    }
+}
+
 impl Container {
     /// Changes all limits that a `linux.resources` object gives, or none. If that takes too long, it may be done later,
     /// unless [`Container::undo_update`] is called.
@@ -44,7 +57,7 @@ impl Container {
             // The pages come before the limit, and go after it.
             huge_pages.set(wanted.max(before))?;
             let updated = scale_to_memory(&reserve)
-                .and_then(|()| Ok(cgroup.lift_memory()?))
+                .and_then(|()| lift_member_ceiling(cgroup, may_have_neighbours, &reserve))
                 .and_then(|()| Ok(cgroup.update(&update.settings, update.device_program.as_deref())?));
             let held = set_member_ceiling(cgroup, may_have_neighbours, &reserve);
             give_up(&mut huge_pages, if updated.is_ok() { wanted } else { before });
@@ -64,7 +77,8 @@ impl Container {
             let mut huge_pages = lock(&huge_pages);
             let there = huge_pages.count();
             huge_pages.set(made.huge_pages.max(there))?;
-            let put_back = cgroup.lift_memory().and_then(|()| cgroup.put_back(made.limits));
+            let put_back = lift_member_ceiling(cgroup, may_have_neighbours, &reserve)
+                .and_then(|()| Ok(cgroup.put_back(made.limits)?));
             let held = set_member_ceiling(cgroup, may_have_neighbours, &reserve);
             give_up(&mut huge_pages, made.huge_pages);
             put_back?;

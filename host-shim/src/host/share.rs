@@ -12,7 +12,7 @@
 //! | `share.staging/new/ID` | where the mounts of a container are put together |
 //! | `share/` | `names`, read-only: the guest's share. Its mounts propagate to the VMM's mount namespace |
 //! | `share/ID` | the container's tmpfs, read-only: the mounts `rootfs` and `mounts/INDEX`, moved here from `new/ID` |
-//! | `share/_NUMBER` | the same for a directory that containers of the pod mount (`pod_volumes.rs`): the mount `volume` |
+//! | `share/_NUMBER` | the same for a directory that containers of the pod mount (`pod_volumes.rs`), as `volume` |
 
 use std::{
     fs, io,

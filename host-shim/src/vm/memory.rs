@@ -8,8 +8,8 @@ use crate::{host::cgroup_limits::PAGE_TABLES, types::config::Config};
 
 /// Memory that the guest's kernel and agent need beside what the containers may use, MiB.
 const GUEST_MIB: u64 = 64;
-/// Memory for the pages of programs, which do not count for the limit of a container, MiB. A pod with more of them reads
-/// some again when its containers use all that they may.
+/// Memory for the pages of programs, which do not count for the limit of a container, MiB. A pod with more of them
+/// reads some again when its containers use all that they may.
 const PROGRAMS_MIB: u64 = 32;
 /// The part of it that containers cannot use in a guest that has no more than it needs, MiB.
 const LEAST_GUEST_MIB: u64 = 48;

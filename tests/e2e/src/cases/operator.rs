@@ -549,7 +549,11 @@ mod tests {
     ];
 
     /// Words of the page that nobody says: commands of others, options, files, and keys with a value.
-    const NO_MESSAGES: [&str; 26] = [
+    const NO_MESSAGES: [&str; 30] = [
+        "->",
+        "warn",
+        "docker inspect --format '{{.Id}}' NAME",
+        "crictl pods --no-trunc --quiet --name NAME",
         "kubectl describe pod",
         "docker run",
         "journalctl --unit containerd",

@@ -48,8 +48,8 @@ impl Nodes {
         self.duration(number, OWN_CACHED_FOR)
     }
 
-    /// How long the guest may cache that a name does not exist in a directory. Not at all at the top of the share: there
-    /// the shim adds what the guest's agent looks for next.
+    /// How long the guest may cache that a name does not exist in a directory. Not at all at the top of the share:
+    /// there the shim adds what the guest's agent looks for next.
     pub(in crate::virtio::fs) fn absence_cached_for(&self, directory: u64) -> Duration {
         if directory == ROOT {
             return Duration::ZERO;
