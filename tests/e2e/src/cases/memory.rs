@@ -280,7 +280,7 @@ fn huge_pages(host: &Host) -> Result<()> {
         let pool = HugePages::set_aside(POOL)?;
         let _configured = Replaced::file(Path::new(CONFIGURATION), IN_HUGE_PAGES)?;
         // The VM begins with 256 MiB, and the limit makes it grow by 128.
-        let task = limited(256).detach(&["sleep", "1000"])?;
+        let task = limited(280).detach(&["sleep", "1000"])?;
         ensure!(template_of(&task).is_err(), "expected  a VM that booted\ncame      a clone");
         let expect_free = |pages: u64| -> Result<()> {
             let free = pool.free()?;
@@ -288,13 +288,13 @@ fn huge_pages(host: &Host) -> Result<()> {
             Ok(())
         };
         expect_free(POOL - 192)?;
-        fills(&task, 280)?.succeeds()?;
-        fills(&task, 320)?.exits(137)?;
+        fills(&task, 260)?.succeeds()?;
+        fills(&task, 300)?.exits(137)?;
         // What it has freed stays its own.
         expect_free(POOL - 192)?;
 
         let lacks = "the host's pool of huge pages lacks 128 MiB; raise vm.nr_hugepages by 64,";
-        limited(256).run(&["true"])?.fails_with(lacks)?.says_one_line()?;
+        limited(280).run(&["true"])?.fails_with(lacks)?.says_one_line()?;
         unharmed(&task)?;
         task.dies()?;
         expect_free(POOL)?;
