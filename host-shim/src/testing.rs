@@ -40,15 +40,15 @@ pub(crate) fn logged(work: impl FnOnce()) -> Vec<String> {
 
 /// What this thread logs from now on, at level info and above, until it is dropped.
 pub(crate) struct Log {
-    lines: Lines,
+    lines: Written,
     _here: DefaultGuard,
 }
 
 /// What is written to it.
 #[derive(Clone, Default)]
-pub(crate) struct Lines(Arc<Mutex<Vec<u8>>>);
+pub(crate) struct Written(Arc<Mutex<Vec<u8>>>);
 
-impl Write for Lines {
+impl Write for Written {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.0.lock().unwrap().write(bytes)
     }
@@ -58,7 +58,7 @@ impl Write for Lines {
     }
 }
 
-impl Lines {
+impl Written {
     pub(crate) fn lines(&self) -> Vec<String> {
         let text = String::from_utf8(self.0.lock().unwrap().clone()).unwrap();
         text.lines().map(str::to_owned).collect()
@@ -67,7 +67,7 @@ impl Lines {
 
 impl Log {
     pub(crate) fn begin() -> Self {
-        let lines = Lines::default();
+        let lines = Written::default();
         let writer = lines.clone();
         let subscriber = tracing_subscriber::fmt()
             .with_writer(move || writer.clone())

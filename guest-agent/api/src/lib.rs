@@ -58,6 +58,10 @@ pub const DISKS_DIR: &str = "/run/bulkhead/disks";
 pub const HUGE_PAGE: u64 = 2 << 20;
 pub const HUGE_PAGE_SIZE: &str = "2MB";
 
+/// Memory for the pages of programs in a container with a memory limit, bytes. They do not count for that limit: the
+/// guest's kernel charges them to the cgroup around the container's own, which is limited to so much more.
+pub const PROGRAMS: u64 = 32 << 20;
+
 /// What kubelet calls the link to the contents of a volume that it keeps up to date.
 pub const VOLUME_DATA: &str = "..data";
 

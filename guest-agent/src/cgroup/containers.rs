@@ -13,6 +13,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use bulkhead_agent_api::PROGRAMS;
+
 use super::{
     Cgroup, CgroupError, ROOT,
     files::{self, parse_number},
@@ -38,9 +40,6 @@ pub struct Usage {
 }
 
 const NO_LIMIT: &str = "max";
-/// What a container with a memory limit of its own may use beside that: pages of programs, which the kernel charges to
-/// the cgroup around its own (`kernel-config/patches/fuse-program-pages.patch`). Bytes.
-const PROGRAMS: u64 = 32 << 20;
 /// Of the names of directories around containers' own cgroups.
 const PREFIX: &str = "ctr-";
 
@@ -183,8 +182,8 @@ fn has_ceiling(around: &Path) -> io::Result<bool> {
     Ok(fs::read_to_string(around.join("pids.max"))?.trim_end() != NO_LIMIT)
 }
 
-/// A container with a memory limit of its own is held to that, and to a limit for the pages of its programs: the guest
-/// has been given the memory for both.
+/// A container with a memory limit of its own is held to that, and here to so much more for the pages of its programs
+/// (`kernel-config/patches/fuse-program-pages.patch`): the guest has been given the memory for both.
 fn ceiling_of(around: &Path, ceiling: Ceiling) -> io::Result<Ceiling> {
     let own_limit = fs::read_to_string(own(around).join("memory.max"))?;
     let memory = match own_limit.trim_end() {

@@ -138,7 +138,7 @@ mod tests {
     use tracing_subscriber::{fmt, layer::SubscriberExt, registry};
 
     use super::*;
-    use crate::testing::Lines as Written;
+    use crate::testing::Written;
 
     fn logged(format: LogFormat, work: impl FnOnce()) -> Vec<String> {
         let written = Written::default();

@@ -27,7 +27,8 @@ pub(crate) fn to_fifo(fifo: &Path, format: LogFormat, level: Level, is_fixed: bo
         .with_writer(Arc::new(file))
         .with_ansi(false)
         .log_internal_errors(false);
-    registry().with(filter).with(Spans).with(lines).init();
+    let spans = (format == LogFormat::Json).then_some(Spans);
+    registry().with(filter).with(spans).with(lines).init();
 }
 
 /// Logs to stderr, for the commands that end soon.

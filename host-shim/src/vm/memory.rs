@@ -2,15 +2,16 @@
 //! use. It is between two configured sizes; without the second it may be as large as the host's memory. A cgroup of the
 //! host that allows less makes it smaller.
 
+use bulkhead_agent_api::PROGRAMS;
 use bulkhead_vmm_api::BLOCK_MIB;
 
 use crate::{host::cgroup_limits::PAGE_TABLES, types::config::Config};
 
 /// Memory that the guest's kernel and agent need beside what the containers may use, MiB.
 const GUEST_MIB: u64 = 64;
-/// Memory for the pages of programs, which do not count for the limit of a container, MiB. A pod with more of them
-/// reads some again when its containers use all that they may.
-const PROGRAMS_MIB: u64 = 32;
+/// Memory for the pages of programs, MiB. A pod with more of them reads some again when its containers use all that
+/// they may.
+const PROGRAMS_MIB: u64 = PROGRAMS / MIB;
 /// The part of it that containers cannot use in a guest that has no more than it needs, MiB.
 const LEAST_GUEST_MIB: u64 = 48;
 /// Memory of the host that a VM takes beside the guest's own and the page tables for it, MiB: the VMM with its
@@ -192,7 +193,7 @@ mod tests {
         assert_eq!((range.least, range.most), (256, 256 + 60 * BLOCK_MIB));
         assert_eq!(range.for_limits(0), 256);
         assert_eq!(range.for_limits(128 * MIB), 256);
-        assert_eq!(range.for_limits(1024 * MIB), 256 + 7 * BLOCK_MIB, "1024 + 16 + 64, in blocks");
+        assert_eq!(range.for_limits(1024 * MIB), 256 + 7 * BLOCK_MIB, "1024 + 16 + 64 + 32, in blocks");
         assert_eq!(range.for_limits(u64::MAX), range.most);
     }
 

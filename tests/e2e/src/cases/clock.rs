@@ -11,6 +11,7 @@ use nix::time::{ClockId, clock_settime};
 use tempfile::TempDir;
 
 use super::Case;
+use super::nested::PROGRAMS;
 use super::templates::template_of;
 use crate::command::wait_until;
 use crate::ctr::{Host, Task};
@@ -111,9 +112,6 @@ impl<'h> Clock<'h> {
     }
 }
 
-/// Python of the host, for a container of the tests' image.
-const PYTHON: [(&str, &str); 3] = [("/usr", "/usr"), ("/usr/lib", "/lib"), ("/usr/lib64", "/lib64")];
-
 /// A container that looks at its clock every millisecond, and writes to a file of the host what it says when it was
 /// set.
 struct Noted<'h> {
@@ -127,7 +125,7 @@ impl<'h> Noted<'h> {
     fn start(host: &'h Host) -> Result<Self> {
         let directory = scratch()?;
         let container = host.container().bind(directory.path(), "/data", "rbind:rw");
-        let container = PYTHON.iter().fold(container, |container, (source, place)| {
+        let container = PROGRAMS.iter().fold(container, |container, (source, place)| {
             container.bind(Path::new(source), place, "rbind:ro")
         });
         let script = include_str!("clock/steps.py");

@@ -151,7 +151,7 @@ pub(crate) const FLAGS: &[Row] = &[
     different(
         "--userns",
         BY_DOCKER,
-        "`host` is its only value; with `userns-remap` of the daemon, users are mapped as on runc",
+        "`host` is its only value; with `userns-remap` of the daemon, which no test has, users are mapped as on runc (tried by hand)",
     ),
     different("--uts", REFUSED, "`host` is refused: a microVM shares no namespace"),
     different("--volume", FILES, MOUNTS),
