@@ -707,11 +707,8 @@ fn what_the_host_changes_the_guest_sees() {
 }
 
 #[test]
-fn what_is_not_there_is_known_for_a_while() {
+fn a_lookup_without_room_for_its_answer_fails() {
     let mut guest = Guest::new();
-    let answer = guest.ask(opcode::LOOKUP, ROOT, b"none\0").unwrap();
-    assert_eq!((long(&answer, 0), long(&answer, 16)), (0, CACHED_FOR.as_secs()));
-    // If the answer does not fit, the request fails.
     let header = guest.header(opcode::LOOKUP, ROOT, 5, 0);
     guest.driver.write(REQUEST, &header);
     guest.driver.write(REQUEST + IN_HEADER as u64, b"none\0");
