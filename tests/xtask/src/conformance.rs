@@ -255,8 +255,8 @@ fn differences() -> String {
     let mut section = "\
         ## What differs from runc\n\nEach is refused by an error that names it, unless it says otherwise. \
         [fields.md](fields.md) lists each field of the OCI spec and of the CRI, and each flag of `docker run`. \
-        [processors.md](processors.md) has what containers see and use under limits of processors. The group \
-        `pod_memory` has what happens to a pod whose memory is short.\n\n\
+        [processors.md](processors.md) has what containers see and use under limits of processors. \
+        [memory-pressure.md](memory-pressure.md) has what becomes of a pod with overhead whose memory is short.\n\n\
         | what | why |\n|---|---|\n"
         .to_owned();
     for (what, why) in DIFFERENCES {

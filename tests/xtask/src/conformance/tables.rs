@@ -12,9 +12,11 @@ const FIELDS: &str = "fields.md";
 /// What becomes of a field there.
 const STATES: [&str; 4] = ["honoured", "different", "refused", "client"];
 /// Pages whose tables are repeated. Each must be there and have a table.
-const MEASURED: [&str; 1] = ["processors.md"];
+const MEASURED: [&str; 2] = ["processors.md", "memory-pressure.md"];
 /// How the paragraph of such a page begins that says on what host it was measured.
 const HOST: &str = "The host ";
+/// The section of such a page that is left to it.
+const SAMPLES: &str = "\n## All samples\n";
 
 /// The sections about the pages in `docs`.
 pub(super) fn sections(docs: &Path) -> Result<String> {
@@ -71,7 +73,8 @@ fn measured(name: &str, page: &str) -> Result<String> {
     );
     let mut heading = None;
     let mut tables = 0;
-    for block in page.split("\n\n").map(|block| block.trim_matches('\n')) {
+    let summary = page.split_once(SAMPLES).map_or(page, |(summary, _)| summary);
+    for block in summary.split("\n\n").map(|block| block.trim_matches('\n')) {
         heading = block.strip_prefix("## ").or(heading);
         if block.starts_with(HOST) {
             let _ = write!(section, "\n{block}\n");
@@ -111,7 +114,7 @@ mod tests {
     #[test]
     fn tables_of_a_page_keep_their_headings_and_their_host() {
         let page = "# T\n\nWritten by hand.\n\nThe host had\ntwo.\n\n| a |\n|---|\n| 1 |\n\n\
-                    ## None\n\n## Two\n\nWhy.\n\n| b |\n\n| c |\n";
+                    ## None\n\n## Two\n\nWhy.\n\n| b |\n\n| c |\n\n## All samples\n\n| d |\n";
         let section = measured("t.md", page).unwrap();
         let (_, after) = section.split_once("columns are.\n").unwrap();
         assert_eq!(after, "\nThe host had\ntwo.\n\n| a |\n|---|\n| 1 |\n\n### Two\n\n| b |\n\n| c |\n");

@@ -42,7 +42,7 @@ const SHARE: &str = "usr/local/share";
 const PICTURES: &str = "docs/pictures";
 
 /// Documents of the source tree, and their names below `share/doc/bulkhead`.
-const DOCUMENTS: [(&str, &str); 35] = [
+const DOCUMENTS: [(&str, &str); 36] = [
     ("CHANGELOG.md", "CHANGELOG.md"),
     ("CONTRIBUTING.md", "CONTRIBUTING.md"),
     ("LICENSE", "LICENSE"),
@@ -57,6 +57,7 @@ const DOCUMENTS: [(&str, &str); 35] = [
     ("docs/glossary.md", "docs/glossary.md"),
     ("docs/host-hardening.md", "docs/host-hardening.md"),
     ("docs/io.md", "docs/io.md"),
+    ("docs/memory-pressure.md", "docs/memory-pressure.md"),
     ("docs/operations.md", "docs/operations.md"),
     ("docs/processors.md", "docs/processors.md"),
     ("docs/quickstart-containerd.md", "docs/quickstart-containerd.md"),
