@@ -67,7 +67,7 @@ pub fn run(bytes: &[u8]) -> Result<()> {
         }
         ensure!(vmm.control.plugged() <= vmm.wanted * BLOCK, "more is plugged than is wanted");
         let beyond = GuestAddress(start + vmm.wanted * BLOCK);
-        let is_memory = vm_memory::GuestMemory::address_in_range(&vmm.memory, beyond);
+        let is_memory = vm_memory::GuestMemoryBackend::address_in_range(&vmm.memory, beyond);
         ensure!(!is_memory, "what was not granted is memory");
     }
     guest.behave();

@@ -12,7 +12,7 @@ use linux_loader::{
     cmdline::Cmdline,
     loader::{self, Elf, KernelLoader},
 };
-use vm_memory::{Bytes, GuestAddress, GuestMemory as _, GuestMemoryError, GuestMemoryRegion};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend as _, GuestMemoryError, GuestMemoryRegion};
 
 use crate::GuestMemory;
 use crate::layout;
@@ -156,13 +156,13 @@ fn memory_map(memory: &GuestMemory) -> Vec<boot_e820_entry> {
     const RAM: u32 = 1;
     const RESERVED: u32 = 2;
     let mut map = vec![
-        boot_e820_entry { addr: 0, size: layout::MP_TABLE_START, type_: RAM },
-        boot_e820_entry { addr: layout::MP_TABLE_START, size: layout::MP_TABLE_SIZE, type_: RESERVED },
+        boot_e820_entry { addr: 0, size: layout::MP_TABLE_START, r#type: RAM },
+        boot_e820_entry { addr: layout::MP_TABLE_START, size: layout::MP_TABLE_SIZE, r#type: RESERVED },
     ];
     for region in memory.iter() {
         let start = region.start_addr().0.max(layout::HIGH_RAM_START);
         let end = region.start_addr().0 + region.len();
-        map.push(boot_e820_entry { addr: start, size: end - start, type_: RAM });
+        map.push(boot_e820_entry { addr: start, size: end - start, r#type: RAM });
     }
     map
 }
@@ -179,7 +179,7 @@ mod tests {
     }
 
     fn ranges(map: &[boot_e820_entry]) -> Vec<(u64, u64, u32)> {
-        map.iter().map(|entry| (entry.addr, entry.addr + entry.size, entry.type_)).collect()
+        map.iter().map(|entry| (entry.addr, entry.addr + entry.size, entry.r#type)).collect()
     }
 
     #[test]

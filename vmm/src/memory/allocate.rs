@@ -73,7 +73,7 @@ fn lay_out_in(
 
 #[cfg(test)]
 mod tests {
-    use vm_memory::{Bytes, GuestMemory as _, GuestMemoryRegion as _};
+    use vm_memory::{Bytes, GuestMemoryBackend as _, GuestMemoryRegion as _};
 
     use super::*;
     use crate::memory::page::HUGE_PAGE;

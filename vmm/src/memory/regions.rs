@@ -54,7 +54,7 @@ impl GuestMemory {
     }
 }
 
-impl vm_memory::GuestMemory for GuestMemory {
+impl vm_memory::GuestMemoryBackend for GuestMemory {
     type R = Region;
 
     fn find_region(&self, address: GuestAddress) -> Option<&Region> {

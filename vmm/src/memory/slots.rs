@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use kvm_bindings::kvm_userspace_memory_region;
 use kvm_ioctls::VmFd;
-use vm_memory::{Address, GuestMemory as _, GuestMemoryRegion as _};
+use vm_memory::{Address, GuestMemoryBackend as _, GuestMemoryRegion as _};
 
 use super::{GuestMemory, MemoryError, Region};
 

@@ -8,7 +8,7 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 use vm_memory::{
-    Address, Bytes, GuestAddress, GuestMemory as _, GuestMemoryRegion as _, MemoryRegionAddress,
+    Address, Bytes, GuestAddress, GuestMemoryBackend as _, GuestMemoryRegion as _, MemoryRegionAddress,
 };
 
 use crate::{

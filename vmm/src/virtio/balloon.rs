@@ -17,7 +17,7 @@ use std::{
 
 use virtio_bindings::virtio_ids::VIRTIO_ID_BALLOON;
 use virtio_queue::QueueT;
-use vm_memory::{GuestAddress, GuestMemory as _, GuestMemoryError};
+use vm_memory::{GuestAddress, GuestMemoryBackend as _, GuestMemoryError};
 use vmm_sys_util::{
     epoll::EventSet,
     eventfd::{EFD_NONBLOCK, EventFd},

@@ -3,7 +3,7 @@
 use std::{collections::VecDeque, ops::Deref};
 
 use virtio_queue::DescriptorChain;
-use vm_memory::{GuestMemory as _, GuestMemoryError, VolatileSlice};
+use vm_memory::{GuestMemoryBackend as _, GuestMemoryError, VolatileSlice};
 
 use crate::GuestMemory;
 

@@ -14,7 +14,7 @@ use std::{
 
 use virtio_bindings::virtio_ids::VIRTIO_ID_MEM;
 use virtio_queue::QueueT;
-use vm_memory::{GuestAddress, GuestMemory as _, GuestMemoryError, GuestMemoryRegion as _};
+use vm_memory::{GuestAddress, GuestMemoryBackend as _, GuestMemoryError, GuestMemoryRegion as _};
 use vmm_sys_util::{
     epoll::EventSet,
     eventfd::{EFD_NONBLOCK, EventFd},

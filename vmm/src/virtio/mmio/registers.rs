@@ -3,7 +3,7 @@
 
 use serde::{Deserialize, Serialize};
 use virtio_queue::{Queue, QueueT};
-use vm_memory::{GuestAddress, GuestMemory as _};
+use vm_memory::{GuestAddress, GuestMemoryBackend as _};
 
 use crate::GuestMemory;
 
