@@ -1,69 +1,93 @@
 //! Capabilities of the spec to the kernel's numbers (linux/capability.h).
 
-use oci_spec::runtime::{Capabilities, Capability, LinuxCapabilities};
+use serde::Deserialize;
 
 use crate::stage_config::CapabilityMasks;
 
+/// The capabilities by their numbers, without `CAP_`.
+const NAMES: [&str; 41] = [
+    "CHOWN",
+    "DAC_OVERRIDE",
+    "DAC_READ_SEARCH",
+    "FOWNER",
+    "FSETID",
+    "KILL",
+    "SETGID",
+    "SETUID",
+    "SETPCAP",
+    "LINUX_IMMUTABLE",
+    "NET_BIND_SERVICE",
+    "NET_BROADCAST",
+    "NET_ADMIN",
+    "NET_RAW",
+    "IPC_LOCK",
+    "IPC_OWNER",
+    "SYS_MODULE",
+    "SYS_RAWIO",
+    "SYS_CHROOT",
+    "SYS_PTRACE",
+    "SYS_PACCT",
+    "SYS_ADMIN",
+    "SYS_BOOT",
+    "SYS_NICE",
+    "SYS_RESOURCE",
+    "SYS_TIME",
+    "SYS_TTY_CONFIG",
+    "MKNOD",
+    "LEASE",
+    "AUDIT_WRITE",
+    "AUDIT_CONTROL",
+    "SETFCAP",
+    "MAC_OVERRIDE",
+    "MAC_ADMIN",
+    "SYSLOG",
+    "WAKE_ALARM",
+    "BLOCK_SUSPEND",
+    "AUDIT_READ",
+    "PERFMON",
+    "BPF",
+    "CHECKPOINT_RESTORE",
+];
+
+/// `process.capabilities`: sets of names. oci-spec's type cannot be read if a name is unknown to it. The runtime-spec
+/// wants a warning then, as runc gives: the engine may know a newer kernel.
+#[derive(Clone, Default, Deserialize)]
+#[serde(default)]
+pub(super) struct Sets {
+    bounding: Option<Vec<String>>,
+    effective: Option<Vec<String>>,
+    permitted: Option<Vec<String>>,
+    inheritable: Option<Vec<String>>,
+    ambient: Option<Vec<String>>,
+}
+
 /// The spec's five sets. Without any in the spec the process has none, as the sets are all empty then.
-pub(super) fn masks(capabilities: Option<&LinuxCapabilities>) -> CapabilityMasks {
-    let Some(sets) = capabilities else { return CapabilityMasks::default() };
+pub(super) fn masks(sets: Option<&Sets>) -> CapabilityMasks {
+    let Some(sets) = sets else { return CapabilityMasks::default() };
     CapabilityMasks {
-        bounding: mask(sets.bounding().as_ref()),
-        effective: mask(sets.effective().as_ref()),
-        permitted: mask(sets.permitted().as_ref()),
-        inheritable: mask(sets.inheritable().as_ref()),
-        ambient: mask(sets.ambient().as_ref()),
+        bounding: mask("bounding", sets.bounding.as_deref()),
+        effective: mask("effective", sets.effective.as_deref()),
+        permitted: mask("permitted", sets.permitted.as_deref()),
+        inheritable: mask("inheritable", sets.inheritable.as_deref()),
+        ambient: mask("ambient", sets.ambient.as_deref()),
     }
 }
 
-fn mask(set: Option<&Capabilities>) -> u64 {
-    set.into_iter().flatten().fold(0, |mask, &capability| mask | 1 << number(capability))
+fn mask(set: &str, names: Option<&[String]>) -> u64 {
+    let names = names.unwrap_or_default();
+    let is_unknown = |name: &&String| number(name).is_none();
+    if let Some(name) = names.iter().find(is_unknown) {
+        let others = names.iter().filter(is_unknown).count() - 1;
+        eprintln!(
+            "bulkhead-agent: process.capabilities.{set}: {name:.64?} and {others} others are unknown, and left out"
+        );
+    }
+    names.iter().filter_map(|name| number(name)).fold(0, |mask, number| mask | 1 << number)
 }
 
-fn number(capability: Capability) -> u32 {
-    match capability {
-        Capability::Chown => 0,
-        Capability::DacOverride => 1,
-        Capability::DacReadSearch => 2,
-        Capability::Fowner => 3,
-        Capability::Fsetid => 4,
-        Capability::Kill => 5,
-        Capability::Setgid => 6,
-        Capability::Setuid => 7,
-        Capability::Setpcap => 8,
-        Capability::LinuxImmutable => 9,
-        Capability::NetBindService => 10,
-        Capability::NetBroadcast => 11,
-        Capability::NetAdmin => 12,
-        Capability::NetRaw => 13,
-        Capability::IpcLock => 14,
-        Capability::IpcOwner => 15,
-        Capability::SysModule => 16,
-        Capability::SysRawio => 17,
-        Capability::SysChroot => 18,
-        Capability::SysPtrace => 19,
-        Capability::SysPacct => 20,
-        Capability::SysAdmin => 21,
-        Capability::SysBoot => 22,
-        Capability::SysNice => 23,
-        Capability::SysResource => 24,
-        Capability::SysTime => 25,
-        Capability::SysTtyConfig => 26,
-        Capability::Mknod => 27,
-        Capability::Lease => 28,
-        Capability::AuditWrite => 29,
-        Capability::AuditControl => 30,
-        Capability::Setfcap => 31,
-        Capability::MacOverride => 32,
-        Capability::MacAdmin => 33,
-        Capability::Syslog => 34,
-        Capability::WakeAlarm => 35,
-        Capability::BlockSuspend => 36,
-        Capability::AuditRead => 37,
-        Capability::Perfmon => 38,
-        Capability::Bpf => 39,
-        Capability::CheckpointRestore => 40,
-    }
+fn number(name: &str) -> Option<usize> {
+    let name = name.strip_prefix("CAP_")?;
+    NAMES.iter().position(|known| *known == name)
 }
 
 #[cfg(test)]
@@ -80,6 +104,13 @@ mod tests {
         assert_eq!(masks.bounding, 0b10_0001);
         assert_eq!(masks.effective, 1 << 40);
         assert_eq!((masks.permitted, masks.inheritable, masks.ambient), (0, 0, 0));
+    }
+
+    #[test]
+    fn a_name_that_is_unknown_is_left_out() {
+        let sets = r#"{"bounding":["CAP_OF_TOMORROW","CAP_KILL","KILL","cap_chown",""],"effective":["CAP_SYS_TTY_CONFIG"]}"#;
+        let masks = masks(Some(&serde_json::from_str(sets).unwrap()));
+        assert_eq!((masks.bounding, masks.effective), (1 << 5, 1 << 26));
     }
 
     #[test]

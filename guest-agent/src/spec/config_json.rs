@@ -7,12 +7,11 @@
 use std::path::PathBuf;
 
 use oci_spec::runtime::{
-    Box as ConsoleSize, Hooks, Linux, LinuxCapabilities, LinuxIOPriority, LinuxIdMapping, Mount, PosixRlimit,
-    User,
+    Box as ConsoleSize, Hooks, Linux, LinuxIOPriority, LinuxIdMapping, Mount, PosixRlimit, User,
 };
 use serde::{Deserialize, de::IgnoredAny};
 
-use super::scheduler::Scheduler;
+use super::{capabilities, scheduler::Scheduler};
 
 /// config.json.
 #[derive(Deserialize)]
@@ -55,7 +54,7 @@ pub(super) struct Process {
     pub(super) command_line: Option<String>,
     pub(super) env: Option<Vec<String>>,
     pub(super) cwd: PathBuf,
-    pub(super) capabilities: Option<LinuxCapabilities>,
+    pub(super) capabilities: Option<capabilities::Sets>,
     pub(super) rlimits: Option<Vec<PosixRlimit>>,
     pub(super) no_new_privileges: Option<bool>,
     pub(super) apparmor_profile: Option<String>,
