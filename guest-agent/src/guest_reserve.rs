@@ -11,13 +11,14 @@ pub mod huge_pages;
 mod pool;
 
 use std::{
+    collections::HashMap,
     fs,
     io::{self, ErrorKind},
     path::Path,
     sync::{Mutex, MutexGuard, PoisonError},
 };
 
-use bulkhead_agent_api::HUGE_PAGE;
+use bulkhead_agent_api::{HOST_PARAMETERS, HUGE_PAGE};
 use nix::sys::sysinfo::sysinfo;
 use tokio::sync::watch;
 
@@ -30,8 +31,6 @@ use crate::cgroup::containers::{self, Ceiling};
 /// container are charged, with their stacks. A task takes more than this, so that memory runs short before tasks do: a
 /// guest can get more memory then.
 const MEMORY_PER_TASK: u64 = 32 << 10;
-/// Bytes of memory for each file that can be open, as the kernel's rule has it (fs/file_table.c, files_maxfiles_init).
-const MEMORY_PER_FILE: u64 = 10 << 10;
 /// The inotify watches and fanotify marks that each user may have. The kernel computes the numbers from a hundredth of
 /// the memory at boot. This is the most that it ever allows by itself (fs/notify/inotify/inotify_user.c).
 const MAX_WATCHES: u64 = 1 << 20;
@@ -111,6 +110,8 @@ struct Memory {
     scaled_to: u64,
     /// The most that the limits of all containers have been together, bytes.
     promised: u64,
+    /// The processes and threads that the host allows the pod. None: it has no limit.
+    tasks_of_host: Option<u64>,
     /// Whether the guest gets more memory when the containers need it.
     can_grow: bool,
     /// Where the kernel begins to slow down containers that take memory.
@@ -129,7 +130,6 @@ impl Memory {
             return Ok(());
         }
         fs::write("/proc/sys/kernel/threads-max", (now / MEMORY_PER_TASK).to_string())?;
-        fs::write("/proc/sys/fs/file-max", (now / MEMORY_PER_FILE).to_string())?;
         fs::write("/proc/sys/net/ipv4/tcp_mem", socket_memory(now / TCP_PART))?;
         fs::write("/proc/sys/net/ipv4/udp_mem", socket_memory(now / UDP_PART))?;
         for (file, at_boot) in IN_PROPORTION.iter().zip(boot.in_proportion) {
@@ -147,6 +147,11 @@ impl Memory {
             self.huge_pages = self.huge_pages.min(present()?.saturating_mul(HUGE_PAGE));
         }
         Ok(())
+    }
+
+    /// No more than the host allows.
+    fn tasks_on_host(&self, tasks: u64) -> u64 {
+        self.tasks_of_host.map_or(tasks, |most| tasks.min(most))
     }
 
     /// What the agent holds for the containers, bytes.
@@ -204,10 +209,27 @@ impl Reserve {
         memory.scale_to_present(&boot)?;
         memory.follow_pool(pool::present)?;
         match memory.scaled_to {
-            now if now < before => boot.lower(&mut memory),
+            // At first there is no limit yet, which is more than any.
+            now if before == 0 || now < before => boot.lower(&mut memory),
             now if now > before || memory.held() < held => boot.set(&mut memory),
             _ => Ok(()),
         }
+    }
+
+    /// Takes over what the pod has of its host: kernel parameters of [`HOST_PARAMETERS`], and the processes and threads
+    /// that it may have.
+    pub fn follow_host(&self, parameters: &HashMap<String, String>, tasks: Option<u64>) -> io::Result<()> {
+        let Some(boot) = self.boot else { return Ok(()) };
+        for name in HOST_PARAMETERS {
+            let Some(value) = parameters.get(name) else { continue };
+            // The guest's kernel may be of another version, and know other limits of a value.
+            if let Err(error) = set_if_there(name, value) {
+                eprintln!("bulkhead-agent: {name} is not {value:.32?} as on the host: {error}");
+            }
+        }
+        let mut memory = self.lock();
+        memory.tasks_of_host = tasks;
+        boot.lower(&mut memory)
     }
 
     /// Takes the huge pages of the pool from what the containers may use. The guest may have got memory for them. It is
@@ -271,14 +293,14 @@ impl Reserve {
 
 impl Boot {
     fn set(self, memory: &mut Memory) -> io::Result<()> {
-        memory.promised = memory.promised.max(containers::own_memory_limits()?);
+        memory.promised = memory.promised.max(containers::promised_memory()?);
         containers::raise_ceilings(self.of_all_by_limits(memory), self.of_member(memory))?;
         self.set_mark(memory)
     }
 
     /// The containers may use less than before.
     fn lower(self, memory: &mut Memory) -> io::Result<()> {
-        containers::lower_memory(self.of_all_by_limits(memory).memory, self.of_member(memory))?;
+        containers::set_ceilings(self.of_all_by_limits(memory), self.of_member(memory))?;
         self.set_mark(memory)
     }
 
@@ -298,7 +320,10 @@ impl Boot {
     fn of_all_by_limits(self, memory: &Memory) -> Ceiling {
         let of_all = self.of_all(memory.scaled_to);
         let promised = memory.promised.min(self.available(memory.scaled_to).saturating_sub(memory.held()));
-        Ceiling { memory: of_all.memory.saturating_sub(memory.held()).max(promised), ..of_all }
+        Ceiling {
+            memory: of_all.memory.saturating_sub(memory.held()).max(promised),
+            tasks: memory.tasks_on_host(of_all.tasks),
+        }
     }
 
     /// Memory that processes could use in a guest of so much memory.
@@ -321,10 +346,9 @@ impl Boot {
     }
 
     fn of_member(self, memory: &Memory) -> Ceiling {
-        let held = memory.held();
-        let Ceiling { memory, tasks } = self.of_all(memory.scaled_to);
-        let memory = memory.saturating_sub(held);
-        Ceiling { memory: memory - memory / PARTS, tasks: tasks - tasks / PARTS }
+        let Ceiling { memory: of_all, tasks } = self.of_all(memory.scaled_to);
+        let of_all = of_all.saturating_sub(memory.held());
+        Ceiling { memory: of_all - of_all / PARTS, tasks: memory.tasks_on_host(tasks - tasks / PARTS) }
     }
 }
 
@@ -405,6 +429,19 @@ mod tests {
         assert_eq!((of_all(0, 0), of_all(0, 16 * MIB)), (176 * MIB, 160 * MIB));
         // The kernel's slack comes first.
         assert_eq!((of_all(176 * MIB, 4 * MIB), of_all(176 * MIB, 20 * MIB)), (176 * MIB, 170 * MIB));
+    }
+
+    #[test]
+    fn the_host_may_allow_fewer_tasks() {
+        let tasks = |tasks_of_host| {
+            let memory = Memory { scaled_to: 224 * MIB, tasks_of_host, ..Memory::default() };
+            (BOOT.of_all_by_limits(&memory).tasks, BOOT.of_member(&memory).tasks)
+        };
+        let (all, member) = tasks(None);
+        assert!(member < all && tasks(Some(1 << 40)) == (all, member));
+        // A container may have all of them, as on runc.
+        assert_eq!(tasks(Some(1024)), (1024, 1024));
+        assert_eq!(tasks(Some(all - 1)), (all - 1, member));
     }
 
     #[test]

@@ -111,6 +111,10 @@ pub struct Identity {
     pub share_tag: String,
     /// virtio-fs tag of the exclusive share; empty: none.
     pub roots_tag: String,
+    /// Kernel parameters of the host, by their names below /proc/sys.
+    pub kernel_parameters: HashMap<String, String>,
+    /// Processes and threads that the host allows the pod; 0: it has no limit.
+    pub tasks: u64,
 }
 
 /// The pod.
@@ -156,6 +160,11 @@ impl Sandbox {
             return Err(SandboxError::AlreadyStarted);
         }
         let release = take_identity(&*self.machine, identity)?;
+        let tasks = (identity.tasks > 0).then_some(identity.tasks);
+        self.environment
+            .reserve
+            .follow_host(&identity.kernel_parameters, tasks)
+            .map_err(|source| SandboxError::Io { action: "limiting the pod as on the host", source })?;
         state.is_started = true;
         eprintln!("bulkhead-agent: sandbox {} started", identity.sandbox_id);
         Ok(release)

@@ -74,6 +74,8 @@ impl Agent for Service {
             entropy: request.entropy,
             share_tag: request.share_tag,
             roots_tag: request.roots_tag,
+            kernel_parameters: request.kernel_parameters,
+            tasks: request.tasks,
         };
         let kernel_release = self.sandbox.start(&identity).map_err(status)?;
         Ok(StartSandboxResponse { kernel_release, ..Default::default() })

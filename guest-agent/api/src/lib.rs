@@ -10,7 +10,7 @@ pub mod nftables;
 pub mod relay;
 
 /// Version of this interface, checked by `StartSandbox` and by the ready message (see [`READY_PORT`]).
-pub const API_VERSION: u32 = 14;
+pub const API_VERSION: u32 = 15;
 
 /// vsock port on which the agent serves ttrpc.
 pub const RPC_PORT: u32 = 1024;
@@ -61,6 +61,19 @@ pub const HUGE_PAGE_SIZE: &str = "2MB";
 /// Memory for the pages of programs in a container with a memory limit, bytes. They do not count for that limit: the
 /// guest's kernel charges them to the cgroup around the container's own, which is limited to so much more.
 pub const PROGRAMS: u64 = 32 << 20;
+
+/// Kernel parameters without a namespace that programs are told to raise on their host, as files below /proc/sys. A
+/// guest has the host's numbers. What they limit is charged to the container, or takes nothing by itself.
+pub const HOST_PARAMETERS: [&str; 8] = [
+    "fs/aio-max-nr",
+    "fs/file-max",
+    "fs/inotify/max_user_instances",
+    "fs/nr_open",
+    "fs/pipe-max-size",
+    "net/core/rmem_max",
+    "net/core/wmem_max",
+    "vm/max_map_count",
+];
 
 /// What kubelet calls the link to the contents of a volume that it keeps up to date.
 pub const VOLUME_DATA: &str = "..data";

@@ -71,8 +71,9 @@ fn enable_controllers(cgroup: &Path) -> Result<(), CgroupError> {
     write(&control, &enable.join(" ")).map_err(io_error("writing", &control))
 }
 
-/// The sum of the memory limits that containers have by their own specs, bytes.
-pub fn own_memory_limits() -> io::Result<u64> {
+/// The sum of the memory limits that containers have by their own specs, and what the VM has for the pages of their
+/// programs, bytes. 0: none has a limit.
+pub fn promised_memory() -> io::Result<u64> {
     let mut sum = 0_u64;
     for around in each()? {
         match fs::read_to_string(own(&around).join("memory.max")) {
@@ -81,7 +82,7 @@ pub fn own_memory_limits() -> io::Result<u64> {
             limit => sum = sum.saturating_add(limit?.trim_end().parse().unwrap_or(0)),
         }
     }
-    Ok(sum)
+    Ok(if sum == 0 { 0 } else { sum.saturating_add(PROGRAMS) })
 }
 
 /// Raises what all containers may use together, and what each container may that has a ceiling. Nothing is lowered, so
@@ -99,22 +100,20 @@ pub fn raise_ceilings(of_all: Ceiling, of_member: Ceiling) -> io::Result<()> {
     Ok(())
 }
 
-/// Lowers the memory that all containers may use together, and that each container may that has a ceiling. The kernel
-/// reclaims what is used beyond it, and kills processes if that is not enough.
-pub fn lower_memory(of_all: u64, of_member: Ceiling) -> io::Result<()> {
-    write(&all().join("memory.max"), &of_all.to_string())?;
+/// Sets what all containers may use together, and what each container may that has a ceiling, also if that is less than
+/// before. The kernel reclaims memory that is used beyond it, and kills processes if that is not enough.
+pub fn set_ceilings(of_all: Ceiling, of_member: Ceiling) -> io::Result<()> {
+    write(&all().join("memory.max"), &text_of(of_all.memory))?;
+    write(&all().join("pids.max"), &text_of(of_all.tasks))?;
     for around in each()? {
-        let lowered = has_ceiling(&around).and_then(|has_ceiling| {
-            if !has_ceiling {
-                return Ok(());
-            }
-            let memory = ceiling_of(&around, of_member)?.memory;
-            write(&around.join("memory.max"), &text_of(memory))
+        let set = has_ceiling(&around).and_then(|has_ceiling| match has_ceiling {
+            true => set_ceiling(&around, of_member),
+            false => Ok(()),
         });
-        match lowered {
+        match set {
             // The container is deleted meanwhile.
             Err(error) if is_gone(&error) => {}
-            lowered => lowered?,
+            set => set?,
         }
     }
     Ok(())

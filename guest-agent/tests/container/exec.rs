@@ -356,7 +356,9 @@ const SESSION_KEYRING: &str = "perl -e 'print syscall(250, 0, -3, 0)'";
 fn each_container_has_a_session_keyring_of_its_own() {
     let bench = Bench::new();
     let keys = |running: &Running<'_>| {
-        let script = format!("{SESSION_KEYRING} > /volume/keys");
+        // The init of the first one has written its own by then.
+        let script =
+            format!("until [ -s /volume/init ]; do sleep 0.01; done; {SESSION_KEYRING} > /volume/keys");
         running.block_on(async {
             running.exec("keys", &shell(&script)).await.unwrap();
             assert_eq!(running.status("keys").await, 0);

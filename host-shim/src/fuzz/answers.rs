@@ -165,7 +165,7 @@ fn stats(input: &mut Input<'_>) -> messages::StatsResponse {
 /// One of the shim's calls, and what must hold of what comes back.
 async fn call(agent: Agent, which: u8) -> Result<()> {
     let result = match which % 30 {
-        0 => agent.start_sandbox(ID, "host").await.map(|release| check_text(&release)),
+        0 => agent.start_sandbox(ID, "host", OfHost::default()).await.map(|release| check_text(&release)),
         1 => agent.list_pids(ID).await.map(|pids| {
             ensure!(pids.len() <= MAX_PIDS, "{} processes", pids.len());
             Ok(())

@@ -7,6 +7,7 @@ mod running_containers;
 mod tests;
 
 use std::{
+    collections::HashMap,
     fs::File,
     io::{self, Read},
     net::SocketAddr,
@@ -98,6 +99,15 @@ pub(crate) struct End {
     pub(crate) oom: agent::OomCounts,
 }
 
+/// What a guest has of its host, whatever the specs of its containers say.
+#[derive(Debug, Default)]
+pub(crate) struct OfHost {
+    /// By their names below /proc/sys.
+    pub(crate) kernel_parameters: HashMap<String, String>,
+    /// The processes and threads that all containers may have together. None: no limit.
+    pub(crate) tasks: Option<u64>,
+}
+
 /// The agent's service. Clones share one connection.
 #[derive(Clone)]
 pub(crate) struct Agent {
@@ -122,13 +132,20 @@ impl Agent {
     }
 
     /// Gives the guest its identity. Returns the release of its kernel.
-    pub(crate) async fn start_sandbox(&self, id: &str, hostname: &str) -> Result<String, AgentError> {
+    pub(crate) async fn start_sandbox(
+        &self,
+        id: &str,
+        hostname: &str,
+        of_host: OfHost,
+    ) -> Result<String, AgentError> {
         let mut request = agent::StartSandboxRequest::new();
         request.api_version = API_VERSION;
         request.sandbox_id = id.into();
         request.hostname = hostname.into();
         request.entropy = entropy().map_err(AgentError::Entropy)?;
         (request.share_tag, request.roots_tag) = (SHARE_TAG.into(), ROOTS_TAG.into());
+        request.kernel_parameters = of_host.kernel_parameters;
+        request.tasks = of_host.tasks.map_or(0, |tasks| tasks.max(1));
         request.clock_unix_ns = unix_ns(SystemTime::now());
         let answer =
             call("StartSandbox", SETUP, |context| self.client.start_sandbox(context, &request)).await?;

@@ -12,7 +12,10 @@ use std::{
 use bulkhead_agent_api::{cpu_list, cpu_weight::weight_of_shares};
 
 use crate::{
-    host::cgroup::{Cgroup, CgroupError, Directory},
+    host::{
+        cgroup::{Cgroup, CgroupError, Directory},
+        memory::limit_of,
+    },
     types::spec::{Cpu, PERIOD},
 };
 
@@ -65,6 +68,20 @@ pub(crate) fn limit_memory(cgroup: &Cgroup, vm_mib: u32, files: u64) -> Result<(
 pub(crate) struct Cpuset {
     pub(crate) cpus: Option<String>,
     pub(crate) mems: Option<String>,
+}
+
+/// The fewest processes and threads that a cgroup above this one allows: kubelet's `podPidsLimit` is such a limit. None:
+/// there is no limit, or the controller is missing.
+pub(crate) fn tasks_above(cgroup: &Cgroup) -> Result<Option<u64>, CgroupError> {
+    let v1 = cgroup.directories.iter().find(|directory| directory.has_v1("pids"));
+    let Some(directory) = v1.or_else(|| cgroup.directories.iter().find(|one| one.is_unified)) else {
+        return Ok(None);
+    };
+    let mut fewest = None;
+    for path in directory.path.ancestors().skip(1).take_while(|path| path.starts_with(&directory.root)) {
+        fewest = fewest.into_iter().chain(limit_of(&path.join("pids.max"))?).min();
+    }
+    Ok(fewest)
 }
 
 /// The file with the processors that the cgroup above this one may use and that are online: of the nearest one with the
@@ -294,6 +311,28 @@ mod tests {
         assert_eq!(read("a/cgroup.subtree_control"), "+cpu");
         unlimit_memory(&cgroup).unwrap();
         assert_eq!(read("a/b/memory.max"), "max");
+    }
+
+    #[test]
+    fn the_fewest_tasks_of_the_cgroups_above_are_the_pods() {
+        for is_unified in [true, false] {
+            let root = tempfile::tempdir().unwrap();
+            let mut cgroup = unified(root.path());
+            if !is_unified {
+                cgroup.directories[0].is_unified = false;
+                cgroup.directories[0].controllers = vec!["pids".into()];
+            }
+            let write = |name: &str, text: &str| fs::write(root.path().join(name), text).unwrap();
+            assert_eq!(tasks_above(&cgroup).unwrap(), None);
+            write("a/b/pids.max", "7\n");
+            write("a/pids.max", "max\n");
+            assert_eq!(tasks_above(&cgroup).unwrap(), None, "its own is not above it");
+            write("pids.max", "5000\n");
+            assert_eq!(tasks_above(&cgroup).unwrap(), Some(5000));
+            write("a/pids.max", "1024\n");
+            assert_eq!(tasks_above(&cgroup).unwrap(), Some(1024));
+        }
+        assert_eq!(tasks_above(&Cgroup { directories: Vec::new() }).unwrap(), None);
     }
 
     #[test]

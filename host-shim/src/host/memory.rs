@@ -125,9 +125,15 @@ pub(crate) fn huge_pages_above(cgroup: &Cgroup, size: &str) -> Result<Option<u64
 }
 
 /// v2 writes `max` for no limit, and v1 the largest number of whole pages.
-fn limit_of(file: &Path) -> Result<Option<u64>, CgroupError> {
+pub(crate) fn limit_of(file: &Path) -> Result<Option<u64>, CgroupError> {
     let text = read(file)?;
     Ok(text.and_then(|text| text.trim_end().parse().ok()).filter(|bytes| *bytes < NO_LIMIT_V1))
+}
+
+/// The memory of the host, bytes.
+pub(crate) fn total() -> u64 {
+    let info = rustix::system::sysinfo();
+    u64::from(info.mem_unit).saturating_mul(info.totalram)
 }
 
 /// Bytes that VMs may take from the host now, without what they leave to others.

@@ -15,6 +15,7 @@ pub(crate) mod failure_counts;
 pub(crate) mod hooks;
 pub(crate) mod host_socket;
 pub(crate) mod journal;
+pub(crate) mod kernel_parameters;
 pub(crate) mod kubelet_volumes;
 pub(crate) mod memory;
 pub(crate) mod memory_promises;

@@ -19,6 +19,7 @@ use crate::{
         device_node::{DeviceNode, NODES},
         hooks::Hooks,
         kubelet_volumes::{self, Budget, KubeletVolume, VolumeError},
+        memory,
         memory_volumes::{self, MemoryVolume},
         rootfs::{BindMount, DiskRoot, Mount, Propagation, ReadOnly, Rootfs},
         sandbox_files,
@@ -29,6 +30,7 @@ use crate::{
         device_mounts,
         devices::{self, Disk, ThisHost},
         huge_pages::{self, HugePagesMount},
+        tmpfs_sizes,
     },
     types::{
         annotations,
@@ -216,6 +218,7 @@ impl CreatePlan {
             guest_nodes = nodes;
             spec = Spec::deserialize(&document).map_err(|source| file.damaged(source))?;
         }
+        tmpfs_sizes::give(&mut document, memory::total());
         let linux = spec.linux.as_ref().ok_or_else(|| invalid("linux", "is missing"))?;
         let stdio = match creation {
             CreateRequest::Task(request) => {

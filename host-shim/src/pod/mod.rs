@@ -13,4 +13,5 @@ mod huge_pages;
 #[expect(clippy::module_inception, reason = "the type that the layer is named after")]
 pub(crate) mod pod;
 pub(crate) mod pod_vm;
+mod tmpfs_sizes;
 pub(crate) mod vcpus;

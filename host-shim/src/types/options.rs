@@ -50,6 +50,10 @@ pub(crate) enum OptionsError {
     Unknown(String),
     #[error("the options of the runtime: {0} is runc's, and not implemented in a microVM")]
     Runc(&'static str),
+    #[error(
+        "the options of the runtime have the type {0:?}, which is another runtime's; {GENERIC} and {RUNC} are read"
+    )]
+    Type(String),
     #[error("the options of the runtime: ConfigPath {0:?} is not an absolute path")]
     ConfigPath(PathBuf),
 }
@@ -62,17 +66,21 @@ struct Section {
     binary_name: String,
     root: String,
     no_new_keyring: bool,
+    /// Only runc needs it. The form of a cgroup's path says whose path it is.
+    #[serde(rename = "SystemdCgroup")]
+    _systemd_cgroup: bool,
     #[serde(flatten)]
     others: toml::Table,
 }
 
 impl Options {
-    /// Reads the message. Options of an unknown type are another runtime's.
+    /// Reads the message. An empty one, without a type, has no options.
     pub(crate) fn read(message: &Any) -> Result<Self, OptionsError> {
         match message.type_url.rsplit('/').next() {
             Some(GENERIC) => Self::from_generic(generic::Options::parse_from_bytes(&message.value)?),
             Some(RUNC) => Self::from_runc(&runc::Options::parse_from_bytes(&message.value)?),
-            _ => Ok(Self::default()),
+            None | Some("") => Ok(Self::default()),
+            Some(other) => Err(OptionsError::Type(other.into())),
         }
     }
 
@@ -167,8 +175,11 @@ mod tests {
         assert_eq!(of_runc(|options| options.binary_name = "crun".into()), Err(named("BinaryName")));
         assert_eq!(of_runc(|options| options.root = "/run/x".into()), Err(named("Root")));
         assert_eq!(generic("", "BinaryName = \"crun\""), Err(named("BinaryName")));
-        let other = message("another.Options", &runc::Options::new());
-        assert_eq!(Options::read(&other).unwrap(), Options::default());
+        assert_eq!(generic("", "SystemdCgroup = true"), Ok(Options::default()));
+        assert_eq!(Options::read(&Any::new()).unwrap(), Options::default());
+        let other =
+            Options::read(&message("another.Options", &runc::Options::new())).unwrap_err().to_string();
+        assert!(other.contains("\"another.Options\", which is another runtime's"), "{other}");
         let mut broken = message(GENERIC, &generic::Options::new());
         broken.value = vec![0xff];
         assert!(Options::read(&broken).is_err());

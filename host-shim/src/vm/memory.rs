@@ -5,7 +5,10 @@
 use bulkhead_agent_api::PROGRAMS;
 use bulkhead_vmm_api::BLOCK_MIB;
 
-use crate::{host::cgroup_limits::PAGE_TABLES, types::config::Config};
+use crate::{
+    host::{cgroup_limits::PAGE_TABLES, memory},
+    types::config::Config,
+};
 
 /// Memory that the guest's kernel and agent need beside what the containers may use, MiB.
 const GUEST_MIB: u64 = 64;
@@ -99,9 +102,7 @@ pub(crate) struct MemoryRange {
 impl MemoryRange {
     /// Of this host and a VM with this configuration, in a cgroup that allows `allowed` bytes.
     pub(crate) fn of_vm(config: &Config, is_limited: bool, allowed: Option<u64>) -> Self {
-        let info = rustix::system::sysinfo();
-        let host = u64::from(info.mem_unit).saturating_mul(info.totalram) / MIB;
-        Self::on_host(host, config, is_limited, allowed)
+        Self::on_host(memory::total() / MIB, config, is_limited, allowed)
     }
 
     fn on_host(host: u64, config: &Config, is_limited: bool, allowed: Option<u64>) -> Self {

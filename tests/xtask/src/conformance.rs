@@ -166,8 +166,34 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "the VM gets the vCPUs that it can use (docs/architecture.md, Processors)",
     ),
     (
+        "more than 32 processors for a pod: not refused, but a container without a limit, with a higher limit or with a \
+         larger cpuset sees and uses 32, or `max_vcpus`",
+        "a VM has at most 32 vCPUs",
+    ),
+    (
         "processors of a cpuset with numbers from 32 on, or from `max_vcpus` on: not refused, but shown with other numbers",
-        "a VM has at most 32 vCPUs; the number of processors is right",
+        "the numbers in a guest begin at 0",
+    ),
+    (
+        "parameters of the host's kernel without a namespace (`/proc/sys`): not refused, but a container sees those of its \
+         guest; it has the host's `vm.max_map_count`, `fs.file-max`, `fs.nr_open`, `fs.aio-max-nr`, `fs.pipe-max-size`, \
+         `fs.inotify.max_user_instances`, `net.core.rmem_max` and `net.core.wmem_max` as they were when the pod started",
+        "the guest has a kernel of its own (docs/architecture.md, Limits that go by the memory)",
+    ),
+    (
+        "core dumps: not refused, but the soft limit (`ulimit -c`) is 0, whatever the engine's is, and a core is written to \
+         the working directory, whatever `kernel.core_pattern` of the host says",
+        "the guest has no program that takes cores",
+    ),
+    (
+        "priorities of processes against those of other pods (`nice`, real-time policies, `ioPriority`, \
+         `memory.reservation`): not refused, but they hold within the pod",
+        "on the host a pod is one VM, which has the CPU shares of its containers",
+    ),
+    (
+        "the process of which `prestart`, `createRuntime` and `poststart` hooks are told: not refused, but its mount, PID \
+         and IPC namespaces are not the container's",
+        "it is a process of the host that stands for the container (docs/architecture.md, Pods)",
     ),
     ("NUMA nodes of a cpuset: not refused, but the container sees node 0", "a guest has one NUMA node"),
     (

@@ -12,13 +12,14 @@ use bulkhead_agent_api::{
 };
 
 use crate::{
-    guest::agent::Agent,
+    guest::agent::{Agent, OfHost},
     host::{
         cgroup,
         cgroup_changes::CgroupChanges,
         cgroup_limits::{self, Cpuset},
         event_log::EventLog,
         journal::{Effect, Journal, UndoError},
+        kernel_parameters,
         memory::{self, Above},
         network,
         pending_operations::PendingOperations,
@@ -74,6 +75,8 @@ pub(super) struct HostResources {
     pub(super) cpuset: Option<Cpuset>,
     /// The file that says which processors the cgroup above may use.
     cpuset_above: Option<PathBuf>,
+    /// The processes and threads that the cgroups above allow the pod.
+    tasks_above: Option<u64>,
     /// Whether threads of the VMM may be pinned to processors.
     pub(super) is_pinned: bool,
     pub(super) vcpus: Vcpus,
@@ -133,6 +136,7 @@ impl HostResources {
             cpuset: Some(Cpuset::default()),
             is_pinned: false,
             cpuset_above: None,
+            tasks_above: None,
             // They follow from the cgroup.
             vcpus: Vcpus::new(1, CpuNumbers::new()),
             pod_cpu_limit: wanted.pod_cpu_limit,
@@ -162,6 +166,7 @@ impl HostResources {
         let owner = cgroup::Owner { state: self.state.path(), root: self.state.root() };
         let cgroup = cgroup::create(&mut self.journal, &wanted.cgroup, owner)?;
         self.cpuset_above = cgroup_limits::cpuset_above(&cgroup);
+        self.tasks_above = cgroup_limits::tasks_above(&cgroup)?;
         let usable = self.usable_processors()?;
         self.vcpus = Vcpus::new(config.vcpus_on(usable.len()), usable);
         // Whether all containers of a pod have limits is not known yet. If they do, kubelet has limited its cgroup.
@@ -208,7 +213,8 @@ impl HostResources {
         let started = async {
             let _step = timeline.begin(Step::StartSandbox);
             let agent = Agent::connect(vm.vsock()).await?;
-            let release = agent.start_sandbox(&plan.id, &plan.hostname).await?;
+            let of_host = OfHost { kernel_parameters: kernel_parameters::read(), tasks: self.tasks_above };
+            let release = agent.start_sandbox(&plan.id, &plan.hostname, of_host).await?;
             tracing::info!(kernel = release, "the guest knows its pod");
             Ok(agent)
         };

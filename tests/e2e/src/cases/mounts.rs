@@ -399,6 +399,14 @@ fn tmpfs(host: &Host) -> Result<()> {
     let script = "stat -c %a /scratch; dd if=/dev/zero of=/scratch/file bs=64k count=64";
     let finished = host.container().flags(["--mount", mount]).run(&["sh", "-c", script])?;
     finished.prints("700\n")?.fails_with("No space left on device")?;
+    // By default half of the host's memory: as many pages, and as many files.
+    let meminfo = fs::read_to_string("/proc/meminfo")?;
+    let kib = meminfo.lines().find_map(|line| line.strip_prefix("MemTotal:")?.trim().strip_suffix(" kB"));
+    let half = kib.context("no MemTotal")?.parse::<u64>()? / 4 / 2;
+    let mount = "type=tmpfs,src=tmpfs,dst=/scratch,options=nosuid";
+    let finished =
+        host.container().flags(["--mount", mount]).run(&["stat", "-f", "-c", "%b %S %c", "/scratch"])?;
+    finished.succeeds()?.prints(&format!("{half} 4096 {half}\n"))?;
     Ok(())
 }
 

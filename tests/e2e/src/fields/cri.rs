@@ -26,6 +26,8 @@ const USERS: &str = "nested/the_containers_of_a_pod_share_its_user_namespace";
 const NO_SELINUX: &str = "the guest's kernel has no SELinux; containerd drops it on a host without SELinux";
 const NO_USERS: &str = "refused with `sandboxer = \"shim\"`";
 const NODE: &str = "`NODE` is refused: a microVM shares no namespace with its host";
+const DEVICES_OF_GUEST: &str = "it has the devices of the guest, and of those of the host the block devices that it \
+                                is given by name";
 const NO_FILES: &str = "the sandbox container has no files and no program but pause, which is the agent's";
 const BY_SHIM: &str = "with `sandboxer = \"shim\"`, pause is the user nobody, without a filter";
 const APPARMOR: &str = "apparmor/a_container_of_a_pod_has_the_profile_that_it_names";
@@ -77,9 +79,10 @@ pub(crate) const FIELDS: &[Row] = &[
     different("LinuxSandboxSecurityContext.readonly_rootfs", PAUSE, NO_FILES),
     client("LinuxSandboxSecurityContext.supplemental_groups", PAUSE),
     client("LinuxSandboxSecurityContext.supplemental_groups_policy", PAUSE),
-    honoured(
+    different(
         "LinuxSandboxSecurityContext.privileged",
         "pod_settings/a_privileged_container_has_all_capabilities",
+        DEVICES_OF_GUEST,
     ),
     different("LinuxSandboxSecurityContext.seccomp.profile_type", PAUSE, BY_SHIM),
     different("LinuxSandboxSecurityContext.seccomp.localhost_ref", PAUSE, BY_SHIM),
@@ -98,9 +101,10 @@ pub(crate) const FIELDS: &[Row] = &[
         "LinuxContainerSecurityContext.capabilities.add_ambient_capabilities",
         "isolation/each_set_of_capabilities_is_the_specs",
     ),
-    honoured(
+    different(
         "LinuxContainerSecurityContext.privileged",
         "pod_settings/a_privileged_container_has_all_capabilities",
+        DEVICES_OF_GUEST,
     ),
     different("LinuxContainerSecurityContext.namespace_options.network", SHARED, NODE),
     different(
@@ -155,10 +159,14 @@ pub(crate) const FIELDS: &[Row] = &[
     different(
         "LinuxContainerResources.cpu_quota",
         "cpus/processors_come_and_go_with_the_limits_of_a_pods_containers",
-        "it is also the number of processors that the containers see, rounded up",
+        "it is also the number of processors that the containers see, rounded up; a VM has 32 at most",
     ),
     honoured("LinuxContainerResources.cpu_shares", LIMITS),
-    honoured("LinuxContainerResources.memory_limit_in_bytes", LIMITS),
+    different(
+        "LinuxContainerResources.memory_limit_in_bytes",
+        LIMITS,
+        "pages of files that are mapped privately, such as programs, do not count",
+    ),
     honoured("LinuxContainerResources.oom_score_adj", LIMITS),
     different(
         "LinuxContainerResources.cpuset_cpus",

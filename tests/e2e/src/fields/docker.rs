@@ -44,7 +44,11 @@ pub(crate) const FLAGS: &[Row] = &[
     refused("--cpu-rt-period", V1_ONLY, "cgroup v1 has it; docker refuses it on most hosts"),
     refused("--cpu-rt-runtime", V1_ONLY, "cgroup v1 has it; docker refuses it on most hosts"),
     honoured("--cpu-shares", MORE_LIMITS),
-    different("--cpus", LIMITS, "it is also the number of processors that the container sees, rounded up"),
+    different(
+        "--cpus",
+        LIMITS,
+        "it is also the number of processors that the container sees, rounded up; a VM has 32 at most",
+    ),
     different(
         "--cpuset-cpus",
         MORE_LIMITS,
@@ -105,8 +109,8 @@ pub(crate) const FLAGS: &[Row] = &[
     client("--log-driver", RESTARTS),
     client("--log-opt", RESTARTS),
     honoured("--mac-address", ADDRESSES),
-    honoured("--memory", LIMITS),
-    honoured("--memory-reservation", MORE_LIMITS),
+    different("--memory", LIMITS, "pages of files that are mapped privately, such as programs, do not count"),
+    different("--memory-reservation", MORE_LIMITS, "it keeps nothing from other containers"),
     different("--memory-swap", LIMITS, "the guest has no swap: what may be swapped on runc stays in memory"),
     client("--memory-swappiness", BY_DOCKER),
     different("--mount", MORE_FILES, MOUNTS),

@@ -12,6 +12,16 @@ const NODE: &str = "devices/a_node_has_the_specs_owner_and_mode";
 const BLOCK_DEVICE: &str = "devices/a_block_device_is_the_hosts";
 const NO_DEVICE: &str = "devices/a_device_that_the_guest_lacks_is_refused_by_name";
 const SCHEDULER: &str = "agent:the_attributes_of_the_scheduler_are_the_specs";
+/// A hook may look at the process that it is told of.
+const HOOK_PID: &str = "the pid that it is told of is a process of the host that stands for the container: its mount, \
+                        PID and IPC namespaces are not the container's";
+const IN_THE_GUEST: &str =
+    "it orders the processes of the pod among themselves, and not among those of the host";
+const NO_IO_ORDER: &str = "ioprio_get(2) shows it, but it orders no requests: the files are the host's";
+const PROGRAM_PAGES: &str = "pages of files that are mapped privately, such as programs, do not count";
+const AMONG_CONTAINERS: &str = "it is kept from other containers of the pod, and not from others of the host";
+const MOST_PROCESSORS: &str =
+    "it is also the number of processors that a container sees, rounded up; a VM has 32 at most";
 const CAPABILITIES: &str = "agent:effective_and_permitted_capabilities_hold_until_the_program_is_executed";
 const FOREIGN_RULES: &str = "shim:a_rule_about_devices_that_the_container_cannot_have_is_refused";
 const NO_SUCH_DEVICE: &str = "a rule that allows devices of which the container can have none is refused; of a block \
@@ -86,15 +96,15 @@ pub(super) const FIELDS: &[Row] = &[
     ),
     honoured("process.oomScoreAdj", "limits/the_out_of_memory_score_is_the_specs"),
     refused("process.selinuxLabel", NOT_BUILT, "the guest's kernel has no SELinux"),
-    honoured("process.ioPriority.class", "isolation/the_priority_of_io_is_the_specs"),
-    honoured("process.ioPriority.priority", "isolation/the_priority_of_io_is_the_specs"),
-    honoured("process.scheduler.policy", "isolation/the_scheduler_is_the_specs"),
-    honoured("process.scheduler.nice", "isolation/the_scheduler_is_the_specs"),
-    honoured("process.scheduler.priority", SCHEDULER),
-    honoured("process.scheduler.flags", SCHEDULER),
-    honoured("process.scheduler.runtime", SCHEDULER),
-    honoured("process.scheduler.deadline", SCHEDULER),
-    honoured("process.scheduler.period", SCHEDULER),
+    different("process.ioPriority.class", "isolation/the_priority_of_io_is_the_specs", NO_IO_ORDER),
+    different("process.ioPriority.priority", "isolation/the_priority_of_io_is_the_specs", NO_IO_ORDER),
+    different("process.scheduler.policy", "isolation/the_scheduler_is_the_specs", IN_THE_GUEST),
+    different("process.scheduler.nice", "isolation/the_scheduler_is_the_specs", IN_THE_GUEST),
+    different("process.scheduler.priority", SCHEDULER, IN_THE_GUEST),
+    different("process.scheduler.flags", SCHEDULER, IN_THE_GUEST),
+    different("process.scheduler.runtime", SCHEDULER, IN_THE_GUEST),
+    different("process.scheduler.deadline", SCHEDULER, IN_THE_GUEST),
+    different("process.scheduler.period", SCHEDULER, IN_THE_GUEST),
     refused(
         "process.execCPUAffinity",
         NOT_BUILT,
@@ -102,17 +112,17 @@ pub(super) const FIELDS: &[Row] = &[
     ),
     honoured("hostname", "isolation/the_host_name_is_the_specs"),
     honoured("domainname", "isolation/the_domain_name_is_the_specs"),
-    honoured("hooks.prestart[].path", HOOKS),
+    different("hooks.prestart[].path", HOOKS, HOOK_PID),
     honoured("hooks.prestart[].args", HOOKS),
     honoured("hooks.prestart[].env", HOOKS),
     honoured("hooks.prestart[].timeout", HOOK_TIMEOUT),
-    honoured("hooks.createRuntime[].path", HOOKS),
+    different("hooks.createRuntime[].path", HOOKS, HOOK_PID),
     honoured("hooks.createRuntime[].args", HOOK_ARGUMENTS),
     honoured("hooks.createRuntime[].env", HOOK_ARGUMENTS),
     honoured("hooks.createRuntime[].timeout", HOOK_TIMEOUT),
     refused("hooks.createContainer", HOOKS_INSIDE, "its programs are the host's, its namespaces the guest's"),
     refused("hooks.startContainer", HOOKS_INSIDE, "its programs are the host's, its namespaces the guest's"),
-    honoured("hooks.poststart[].path", HOOKS),
+    different("hooks.poststart[].path", HOOKS, HOOK_PID),
     honoured("hooks.poststart[].args", HOOKS),
     honoured("hooks.poststart[].env", HOOKS),
     honoured("hooks.poststart[].timeout", "shim:a_hook_that_does_not_end_is_killed"),
@@ -140,8 +150,16 @@ pub(super) const FIELDS: &[Row] = &[
     different("linux.resources.devices[].major", FOREIGN_RULES, NO_SUCH_DEVICE),
     different("linux.resources.devices[].minor", FOREIGN_RULES, NO_SUCH_DEVICE),
     honoured("linux.resources.devices[].access", DEVICE_RULES),
-    honoured("linux.resources.memory.limit", "limits/a_process_beyond_the_memory_limit_is_killed"),
-    honoured("linux.resources.memory.reservation", "update/limits_change_in_a_running_container"),
+    different(
+        "linux.resources.memory.limit",
+        "limits/a_process_beyond_the_memory_limit_is_killed",
+        PROGRAM_PAGES,
+    ),
+    different(
+        "linux.resources.memory.reservation",
+        "update/limits_change_in_a_running_container",
+        AMONG_CONTAINERS,
+    ),
     different(
         "linux.resources.memory.swap",
         "docker/limits_are_those_of_the_cgroup",
@@ -164,7 +182,7 @@ pub(super) const FIELDS: &[Row] = &[
     different(
         "linux.resources.cpu.quota",
         "cpus/processors_come_and_go_with_the_limit_of_a_container",
-        "it is also the number of processors that a container sees, rounded up",
+        MOST_PROCESSORS,
     ),
     honoured("linux.resources.cpu.idle", "cpus/burst_idle_and_weight_change_in_any_order"),
     honoured("linux.resources.cpu.burst", "cpus/burst_idle_and_weight_change_in_any_order"),
