@@ -23,6 +23,7 @@ use super::{
 
 pub(super) mod caching;
 mod contents;
+mod mounts;
 mod names;
 mod unmounted;
 
