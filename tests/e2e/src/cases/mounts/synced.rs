@@ -77,7 +77,8 @@ impl Disk {
         const SMALLEST_BLOCK: usize = 1024;
         let image = fs::read_to_string(self.attributes()?.join("loop/backing_file"))?;
         let image = fs::read(image.trim_end()).context("cannot read the disk's content")?;
-        let is_there = |file: &str| image.chunks(SMALLEST_BLOCK).any(|block| block.starts_with(file.as_bytes()));
+        let is_there =
+            |file: &str| image.chunks(SMALLEST_BLOCK).any(|block| block.starts_with(file.as_bytes()));
         let lost: Vec<_> = files.iter().filter(|file| !is_there(&format!("{file}\n"))).collect();
         ensure!(lost.is_empty(), "expected  all files on the disk\ncame      none of {lost:?}");
         let now = self.flushes()?;
@@ -103,7 +104,8 @@ pub(super) fn on_disk(host: &Host) -> Result<()> {
     let before = disk.flushes()?;
     task.exec(&["python3", "-c", MAKE])?.succeeds()?;
     let names = ["fsync", "fdatasync", "O_SYNC", "O_DSYNC", "msync"];
-    let files: Vec<_> = names.iter().flat_map(|name| [format!("{name} in volume"), format!("{name} in root")]).collect();
+    let files: Vec<_> =
+        names.iter().flat_map(|name| [format!("{name} in volume"), format!("{name} in root")]).collect();
     disk.expect(&files.iter().map(String::as_str).collect::<Vec<_>>(), before)?;
 
     // The kernel would write it after 30 seconds.

@@ -99,7 +99,8 @@ fn a_name_of_a_file_with_several_names_in_a_containers_root_is_looked_up_each_ti
 fn a_mount_is_listed_by_its_top_and_by_a_file_that_was_removed_there() {
     let open = || openat(CWD, "/", OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap();
     let root = stat_at(open(), c"").unwrap();
-    let mut nodes = Nodes::new(open().into(), &root, Limits { idle: 20, anchors: 5, ..LIMITS }, false).unwrap();
+    let mut nodes =
+        Nodes::new(open().into(), &root, Limits { idle: 20, anchors: 5, ..LIMITS }, false).unwrap();
     // The file system, the mount and the kind of a file.
     let file = |number: u64, kind: u16| {
         let mut stat = root;

@@ -81,7 +81,8 @@ fn a_file_system_that_cannot_be_opened_is_an_error_of_a_sync() {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("mem"), "").unwrap();
         mount_in(dir.path(), &["other"]);
-        mount(Some("/proc/self/mem"), &dir.path().join("mem"), None::<&str>, MsFlags::MS_BIND, None::<&str>).unwrap();
+        mount(Some("/proc/self/mem"), &dir.path().join("mem"), None::<&str>, MsFlags::MS_BIND, None::<&str>)
+            .unwrap();
         let (_, mut server) = server_of(dir.path());
         for name in [c"mem", c"other"] {
             server.find(ROOT, name).unwrap();
