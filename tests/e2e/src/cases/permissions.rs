@@ -263,8 +263,8 @@ fn capabilities(host: &Host) -> Result<()> {
     scene.expect(&Who::user("writer", 4000, 4000, &[]), "echo more >> program; stat -c %a program", "777")?;
     let script = "echo more >> guarded; stat -c %a guarded";
     scene.expect(&Who::with("fsetid", 4000, &["CAP_FSETID"]), script, "6777")?;
-    // A write, a truncation and a chown also take the capabilities of a file away. The container has made the files, and
-    // somebody on the host gives them capabilities.
+    // A write, a truncation and a chown also take the capabilities of a file away. The container has made the files,
+    // and somebody on the host gives them capabilities.
     let names = ["written", "emptied", "given"].map(|name| format!("new/{name}"));
     let script = format!("for it in {}; do echo text > $it; done; echo made", names.join(" "));
     scene.expect(&Who::user("maker", 1000, 1000, &[]), &script, "made")?;
