@@ -2,7 +2,7 @@
 //! needed: its first layer is the host's root file system.
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
@@ -21,12 +21,15 @@ const LIMIT: Duration = Duration::from_secs(30);
 /// mounts, as it does for a snapshotter of containerd.
 pub(crate) struct ImageRoot {
     directory: TempDir,
+    /// Where the files of the snapshot are.
+    snapshot: PathBuf,
 }
 
 impl ImageRoot {
     /// The second layer and the snapshot are in memory, because overlayfs takes none that is below the first layer.
     pub(crate) fn make() -> Result<Self> {
-        let image = Self { directory: on_disk()? };
+        let directory = on_disk()?;
+        let image = Self { snapshot: directory.path().to_owned(), directory };
         mount(Some("tmpfs"), image.directory.path(), Some("tmpfs"), MsFlags::empty(), Some("mode=755"))
             .context("cannot mount a file system for an image")?;
         for name in ["layer/srv", "layer/etc", "upper", "work"] {
@@ -34,6 +37,16 @@ impl ImageRoot {
         }
         image.write("etc/hosts", b"127.0.0.1 localhost\n::1 localhost\n")?;
         Ok(image)
+    }
+
+    /// Keeps the files of the snapshot in this directory, which is not below the host's root file system. Call this
+    /// before a container has the root.
+    pub(crate) fn with_snapshot_in(mut self, directory: &Path) -> Result<Self> {
+        for name in ["upper", "work"] {
+            fs::create_dir_all(directory.join(name)).with_context(|| format!("cannot make {name}"))?;
+        }
+        self.snapshot = directory.to_owned();
+        Ok(self)
     }
 
     /// The second layer, to add files before a container has the root.
@@ -52,11 +65,11 @@ impl ImageRoot {
 
     /// The options of the snapshot's overlay.
     fn options(&self) -> [String; 3] {
-        let at = |name: &str| self.at(name).display().to_string();
+        let at = |name: &str| self.snapshot.join(name).display().to_string();
         [
             format!("workdir={}", at("work")),
             format!("upperdir={}", at("upper")),
-            format!("lowerdir={}:/", at("layer")),
+            format!("lowerdir={}:/", self.layer().display()),
         ]
     }
 

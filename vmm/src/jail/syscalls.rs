@@ -245,9 +245,10 @@ const FS: &[Allowed] = &[
     when(libc::SYS_pwritev2, &[is(5, libc::RWF_APPEND as u64)]),
     // FLUSH closes a duplicate of the descriptor.
     when(libc::SYS_fcntl, &[is(1, libc::F_DUPFD_CLOEXEC as u64)]),
-    // FSYNC, FALLOCATE, LSEEK, COPY_FILE_RANGE, STATFS.
+    // FSYNC, SYNCFS, FALLOCATE, LSEEK, COPY_FILE_RANGE, STATFS.
     any(libc::SYS_fsync),
     any(libc::SYS_fdatasync),
+    any(libc::SYS_syncfs),
     any(libc::SYS_fallocate),
     any(libc::SYS_lseek),
     any(libc::SYS_copy_file_range),

@@ -8,6 +8,8 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 
+mod synced;
+
 use super::Case;
 use super::crash::kill_process;
 use crate::command::{Finished, wait_until};
@@ -29,6 +31,7 @@ pub(super) const CASES: &[Case] = &[
     Case::both("what_the_host_changes_in_a_volume_is_seen_at_once_by_who_opens_it", bind_opened),
     Case::both("what_the_host_changes_in_a_root_is_seen_by_who_opens_it", root_opened),
     Case::both("what_a_container_has_written_survives_its_crash", written_survives),
+    Case::both("what_is_synced_is_on_the_disk", synced::on_disk),
     Case::both("what_the_host_mounts_later_is_seen_if_asked_for", bind_later_mount),
     Case::bulkhead("mounts_of_the_container_are_not_for_the_host", bind_shared),
     Case::both("a_big_file_of_the_host_is_read_whole", bind_big_file),

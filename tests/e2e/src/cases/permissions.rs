@@ -5,7 +5,8 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
-use rustix::fs::{XattrFlags, setxattr};
+use rustix::fs::{XattrFlags, getxattr, setxattr};
+use rustix::io::Errno;
 use serde_json::json;
 use tempfile::TempDir;
 
@@ -43,6 +44,17 @@ fn set_list(path: &Path, name: &str, entries: &[Entry]) -> Result<()> {
     }
     setxattr(path, name, &value, XattrFlags::empty())
         .with_context(|| format!("cannot set {name} of {}", path.display()))
+}
+
+const CAPABILITY: &str = "security.capability";
+
+/// Gives a program CAP_DAC_OVERRIDE.
+fn set_capability(path: &Path) -> Result<()> {
+    // Permitted and effective (linux/capability.h, struct vfs_cap_data, version 2).
+    let words = [0x0200_0001_u32, 1 << 1, 0, 0, 0];
+    let value: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+    setxattr(path, CAPABILITY, &value, XattrFlags::empty())
+        .with_context(|| format!("cannot set a capability of {}", path.display()))
 }
 
 /// Somebody in a container.
@@ -239,7 +251,7 @@ fn capabilities(host: &Host) -> Result<()> {
         file(&volume.join("file"), 1000, 1000, 0o644)?;
         file(&volume.join("program"), 1000, 1000, 0o6777)?;
         file(&volume.join("guarded"), 1000, 1000, 0o6777)?;
-        Ok(())
+        directory(&volume.join("new"), 1000, 1000, 0o755)
     })?;
     let script = "chmod 600 file || echo no-chmod; chown 4000 file || echo no-chown; touch -d 2020-01-01 file || echo no-touch";
     scene.expect(&Who::user("nobody", 4000, 4000, &[]), script, "no-chmod\nno-chown\nno-touch")?;
@@ -251,6 +263,20 @@ fn capabilities(host: &Host) -> Result<()> {
     scene.expect(&Who::user("writer", 4000, 4000, &[]), "echo more >> program; stat -c %a program", "777")?;
     let script = "echo more >> guarded; stat -c %a guarded";
     scene.expect(&Who::with("fsetid", 4000, &["CAP_FSETID"]), script, "6777")?;
+    // A write, a truncation and a chown also take the capabilities of a file away. The container has made the files,
+    // and somebody on the host gives them capabilities.
+    let names = ["written", "emptied", "given"].map(|name| format!("new/{name}"));
+    let script = format!("for it in {}; do echo text > $it; done; echo made", names.join(" "));
+    scene.expect(&Who::user("maker", 1000, 1000, &[]), &script, "made")?;
+    for name in &names {
+        set_capability(&scene.volume.path().join(name))?;
+    }
+    let script = "echo more >> new/written; : > new/emptied; chown 1000:1000 new/given; cat new/*";
+    scene.expect(&Who::with("changer", 1000, &["CAP_CHOWN"]), script, "text\ntext\nmore")?;
+    for name in &names {
+        let left = getxattr(scene.volume.path().join(name), CAPABILITY, &mut [0_u8; 64][..]);
+        ensure!(left == Err(Errno::NODATA), "expected  no capability of {name}\ncame      {left:?}");
+    }
     let metadata = fs::metadata(scene.volume.path().join("file"))?;
     ensure!((metadata.uid(), metadata.gid()) == (4000, 4001), "came      {metadata:?}");
     Ok(())

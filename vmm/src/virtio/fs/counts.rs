@@ -50,6 +50,7 @@ const NAMES: &[(u32, &str)] = &[
     (opcode::RENAME2, "RENAME2"),
     (opcode::LSEEK, "LSEEK"),
     (opcode::COPY_FILE_RANGE, "COPY_FILE_RANGE"),
+    (opcode::SYNCFS, "SYNCFS"),
     (opcode::TMPFILE, "TMPFILE"),
     (opcode::STATX, "STATX"),
 ];

@@ -7,7 +7,7 @@ use std::{
     mem,
     ops::{Deref, DerefMut},
     os::fd::OwnedFd,
-    sync::{Arc, Mutex, MutexGuard},
+    sync::{Arc, Mutex, MutexGuard, atomic::AtomicBool},
 };
 
 use nix::sys::resource::{Resource, getrlimit};
@@ -106,6 +106,8 @@ pub(super) struct Shared {
     root: Arc<OwnedFd>,
     limits: Limits,
     pub(super) is_exclusive: bool,
+    /// See `sync`.
+    pub(super) is_syncing: AtomicBool,
     /// The generation of all nodes (`fuse_entry_out.generation`), a random number. overlayfs in the guest writes node
     /// IDs with their generation to its upper layer (`trusted.overlay.origin`). A later driver, which finds them in a
     /// volume, must not take its own nodes for those: node IDs begin at the same number for each.
@@ -176,7 +178,8 @@ impl Shared {
         let tables = Mutex::new(Tables::new(root.clone(), stat, limits, is_exclusive)?);
         // The root has 0, and Linux passes the number on as an `int`.
         let generation = (RandomState::new().hash_one(()) as u32 >> 1).max(1);
-        Ok(Self { root, limits, is_exclusive, generation, tables, unused: Mutex::default() })
+        let (is_syncing, unused) = (AtomicBool::new(false), Mutex::default());
+        Ok(Self { root, limits, is_exclusive, is_syncing, generation, tables, unused })
     }
 
     /// Locks the tables.
@@ -392,6 +395,7 @@ impl Server {
             opcode::READDIRPLUS => self.read_directory(request, true),
             opcode::FLUSH => self.flush(request),
             opcode::FSYNC | opcode::FSYNCDIR => self.sync(request),
+            opcode::SYNCFS => self.sync_file_systems(),
             opcode::RELEASE | opcode::RELEASEDIR => self.release(request),
             opcode::FALLOCATE => self.allocate(request),
             opcode::LSEEK => self.seek(request),

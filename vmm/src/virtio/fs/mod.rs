@@ -56,6 +56,7 @@ mod paths;
 mod read_directory;
 mod read_write;
 mod requests;
+mod sync;
 mod table;
 #[cfg(test)]
 mod tests;

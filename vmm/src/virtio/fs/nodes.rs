@@ -23,6 +23,7 @@ use super::{
 
 pub(super) mod caching;
 mod contents;
+mod mounts;
 mod names;
 mod unmounted;
 
@@ -518,13 +519,8 @@ impl Nodes {
             }
             second_choice.get_or_insert(number);
         }
-        match second_choice {
-            Some(number) => {
-                self.remove(number);
-                Ok(())
-            }
-            None => Err(Errno::NFILE),
-        }
+        self.remove(second_choice.ok_or(Errno::NFILE)?);
+        Ok(())
     }
 
     /// Call this before the name of a file is removed, with a descriptor of the file. If the name is the place of the

@@ -26,7 +26,7 @@ use vmm_sys_util::{
 };
 
 use super::{
-    abi::{Header, IN_HEADER},
+    abi::{Header, IN_HEADER, opcode},
     file_server::{Server, Shared},
 };
 use crate::{
@@ -41,6 +41,9 @@ use crate::{
 
 /// How many threads requests for one file system may use.
 const THREADS_OF_FILE_SYSTEM: usize = 3;
+/// Requests about all file systems, any of which may not respond. One thread handles them, so that the others are left
+/// for requests about those that do. No device has this number.
+const ALL: FileSystem = Some(u64::MAX);
 const TOKEN_QUEUE: u64 = 0;
 
 /// Why a virtio-fs device stops serving its driver.
@@ -141,7 +144,8 @@ impl Load {
     fn admits(&self, file_system: FileSystem, threads: usize) -> bool {
         let idle = threads.saturating_sub(self.busy);
         let of_it = self.busy_of.get(&file_system).copied().unwrap_or(0);
-        threads == 1 || of_it < THREADS_OF_FILE_SYSTEM.min(idle.saturating_sub(1))
+        let most = if file_system == ALL { 1 } else { THREADS_OF_FILE_SYSTEM };
+        threads == 1 || of_it < most.min(idle.saturating_sub(1))
     }
 
     fn begin(&mut self, file_system: FileSystem) {
@@ -310,7 +314,10 @@ impl RequestQueues {
         let size = queue.queue.size();
         drop(queue);
         let mut work = self.read(index, parked.clone(), size)?;
-        work.file_system = work.header.and_then(|header| shared.tables().nodes.device(header.node));
+        work.file_system = work.header.and_then(|header| match header.opcode {
+            opcode::SYNCFS => ALL,
+            _ => shared.tables().nodes.device(header.node),
+        });
         let mut load = lock(&self.load);
         if load.admits(work.file_system, self.threads) {
             load.begin(work.file_system);
@@ -430,6 +437,18 @@ mod tests {
         assert!(load.admits(Some(4), 8) && !load.admits(Some(0), 8));
         // A single thread handles one request after the other.
         assert!(Load::default().admits(None, 1));
+    }
+
+    #[test]
+    fn one_thread_syncs_all_file_systems_and_others_are_served_meanwhile() {
+        let mut load = Load::default();
+        assert!(load.admits(ALL, 8));
+        load.begin(ALL);
+        assert!(!load.admits(ALL, 8));
+        let begun: Vec<_> = (0..4).map(|file_system| fill(&mut load, file_system, 8)).collect();
+        assert_eq!(begun, [3, 2, 1, 0], "two more may hang, and another is served");
+        load.end(ALL);
+        assert!(load.admits(ALL, 8));
     }
 
     #[test]

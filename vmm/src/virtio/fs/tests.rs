@@ -39,6 +39,7 @@ mod exclusive;
 mod extended_attributes;
 mod listings;
 mod sockets_and_fifos;
+mod sync;
 
 const HIPRIO: usize = 0;
 const REQUESTS: usize = 1;
@@ -953,8 +954,8 @@ fn a_request_is_not_longer_than_was_negotiated() {
     }
 }
 
-/// Makes every open on a mount wait, as on NFS whose server does not respond. When the result is dropped, they
-/// continue.
+/// Makes every open of a file or a directory on a mount wait, as on NFS whose server does not respond. When the result
+/// is dropped, they continue.
 #[allow(unsafe_code)]
 fn make_opens_wait(mount_point: &Path) -> OwnedFd {
     let path = std::ffi::CString::new(mount_point.as_os_str().as_encoded_bytes()).unwrap();
@@ -965,8 +966,10 @@ fn make_opens_wait(mount_point: &Path) -> OwnedFd {
     let fanotify = unsafe { OwnedFd::from_raw_fd(fd) };
     let flags = libc::FAN_MARK_ADD | libc::FAN_MARK_MOUNT;
     // SAFETY: the call only reads the path, which lives until it returns.
-    let marked =
-        unsafe { libc::fanotify_mark(fd, flags, libc::FAN_OPEN_PERM, libc::AT_FDCWD, path.as_ptr()) };
+    let marked = unsafe {
+        let mask = libc::FAN_OPEN_PERM | libc::FAN_ONDIR;
+        libc::fanotify_mark(fd, flags, mask, libc::AT_FDCWD, path.as_ptr())
+    };
     assert_eq!(marked, 0, "{}", io::Error::last_os_error());
     fanotify
 }

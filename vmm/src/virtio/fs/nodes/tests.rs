@@ -94,3 +94,43 @@ fn a_name_of_a_file_with_several_names_in_a_containers_root_is_looked_up_each_ti
     stat.stx_nlink = 1;
     assert_eq!(nodes.name_cached_for(node, &stat), nodes.cached_for(node));
 }
+
+#[test]
+fn a_mount_is_listed_by_its_top_and_by_a_file_that_was_removed_there() {
+    let open = || openat(CWD, "/", OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap();
+    let root = stat_at(open(), c"").unwrap();
+    let mut nodes =
+        Nodes::new(open().into(), &root, Limits { idle: 20, anchors: 5, ..LIMITS }, false).unwrap();
+    // The file system, the mount and the kind of a file.
+    let file = |number: u64, kind: u16| {
+        let mut stat = root;
+        (stat.stx_ino, stat.stx_mode) = (root.stx_ino + number, kind | 0o600);
+        (stat.stx_dev_minor, stat.stx_mnt_id) = (number as u32 / 10, root.stx_mnt_id + number / 10);
+        stat
+    };
+    let (directory, regular, socket) = (0o040_000, 0o100_000, 0o140_000);
+    let find = |nodes: &mut Nodes, parent, name: &CStr, number, kind| {
+        nodes.found(parent, name, &file(number, kind), false).unwrap()
+    };
+    let volume = find(&mut nodes, ROOT, c"volume", 10, directory);
+    let removed = [c"one", c"other"].map(|name| {
+        let number = 11 + name.count_bytes() as u64;
+        (name, number, find(&mut nodes, volume, name, number, regular))
+    });
+    let below = find(&mut nodes, volume, c"below", 20, directory);
+    find(&mut nodes, below, c"file", 21, regular);
+    find(&mut nodes, ROOT, c"socket", 30, socket);
+    let mounted = find(&mut nodes, ROOT, c"file", 40, regular);
+    for (name, number, _) in removed {
+        let held = nodes.hold(volume, name, open(), &file(number, regular)).unwrap();
+        nodes.lost(held);
+    }
+    let list = |nodes: &Nodes| -> Vec<_> {
+        nodes.mounts().into_iter().map(|it| (it.node, it.mount - root.stx_mnt_id)).collect()
+    };
+    let [(.., one), _] = removed;
+    // The root of the share has no place either.
+    assert_eq!(list(&nodes), [(volume, 1), (below, 2), (mounted, 4), (ROOT, 0), (one, 1)]);
+    nodes.close_unmounted(&[volume].into());
+    assert_eq!(list(&nodes), [(mounted, 4), (ROOT, 0)]);
+}

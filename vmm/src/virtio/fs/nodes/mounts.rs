@@ -1,0 +1,44 @@
+//! The mounts of the share.
+
+use std::collections::HashSet;
+
+use rustix::fs::FileType;
+
+use super::Nodes;
+
+/// A mount, and a node by whose file it is reached.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::virtio::fs) struct Mounted {
+    pub(in crate::virtio::fs) node: u64,
+    pub(in crate::virtio::fs) mount: u64,
+    /// The file system of the node. One mount may have several, such as the subvolumes of Btrfs.
+    pub(in crate::virtio::fs) device: u64,
+}
+
+impl Nodes {
+    /// The mounts in which the guest may have written to a file. A mount is listed by the node of its top directory, or
+    /// of the file that is mounted. The guest has looked that up before everything below it, and it has a node as long
+    /// as there is one below it. A mount in which the guest uses a file that it has removed is listed by this file too.
+    /// A node may be out of date: then the mount may be listed once more, by the node that is not.
+    pub(in crate::virtio::fs) fn mounts(&self) -> Vec<Mounted> {
+        let (mut tops, mut removed, mut seen) = (Vec::new(), Vec::new(), HashSet::new());
+        for (number, node) in self.table.iter() {
+            // Other files are never opened, so nothing was written to them.
+            if node.is_unmounted || !matches!(node.kind, FileType::RegularFile | FileType::Directory) {
+                continue;
+            }
+            let mounted = Mounted { node: number, mount: node.mount, device: node.id.device };
+            match &node.place {
+                Some(place) if self.table.get(place.parent).is_some_and(|it| it.mount != node.mount) => {
+                    tops.push(mounted);
+                }
+                None if node.anchor.is_some() && seen.insert((mounted.mount, mounted.device)) => {
+                    removed.push(mounted);
+                }
+                _ => {}
+            }
+        }
+        tops.extend(removed);
+        tops
+    }
+}
