@@ -70,7 +70,13 @@ impl<'t> Results<'t> {
 }
 
 /// Runs the program in a directory of a container, and compares what it prints.
-fn expect(host: &Host, task: &Task<'_>, directory: &str, own: &[&str], of_bulkhead: &[&[&str]]) -> Result<()> {
+fn expect(
+    host: &Host,
+    task: &Task<'_>,
+    directory: &str,
+    own: &[&str],
+    of_bulkhead: &[&[&str]],
+) -> Result<()> {
     let mut expected = Results::parse(ON_EXT4.lines())?;
     expected.replace(own.iter().copied())?;
     if host.runtime() == Runtime::Bulkhead {
