@@ -22,6 +22,7 @@ pub(super) const CASES: &[Case] = &[
     Case::both("capabilities_do_what_they_are_for", capabilities),
     operations::IN_A_SNAPSHOT,
     operations::IN_A_DIRECTORY,
+    operations::IN_A_VOLUME,
 ];
 
 /// Of an access control list (POSIX.1e, as linux/posix_acl_xattr.h has it): tag, permissions, user or group.
