@@ -149,6 +149,40 @@ const DIFFERENCES: &[(&str, &str)] = &[
     ),
     ("`lsattr` and `chattr` (ENOTTY) on files of the host", "not built yet"),
     (
+        "FS_IOC_FIEMAP (`filefrag`) and FS_IOC_GETVERSION (EOPNOTSUPP, ENOTTY), and reads with RWF_NOWAIT (EOPNOTSUPP), \
+         on files of the host",
+        "a client of FUSE in Linux does not send them, or the server does not know them",
+    ),
+    (
+        "access times of files of the host: not refused, but what the guest answers from its caches does not move them, \
+         and a look at a symbolic link may",
+        "the host's kernel moves them when the file server reads (docs/architecture.md, Files)",
+    ),
+    (
+        "epoll_ctl(2) of a regular file of the host: not refused, and the file is always ready; runc refuses it (EPERM)",
+        "a client of FUSE in Linux can poll files",
+    ),
+    (
+        "set-group-ID without permission for the group to execute: not refused, but a write or a chown(2) by a user who is \
+         no member of the group does not clear it. A write by root to a file with set-user-ID and capabilities clears both",
+        "the request does not say enough (FUSE_HANDLE_KILLPRIV_V2)",
+    ),
+    (
+        "a page that a shared mapping has changed: not refused, but when it is written, the `security.capability` of the \
+         file goes",
+        "the server writes the page by pwritev(2)",
+    ),
+    (
+        "the inode number of a file in its directory (readdir(3)): not refused, but if the layers of a container's root are \
+         on several file systems, it may be another one than that of stat(2)",
+        "the host's directory does not say on which file system a file is",
+    ),
+    (
+        "extended attributes `security.*` of a container's files: those other than `security.capability` are refused \
+         (EPERM), also for a privileged container",
+        "the VMM has no CAP_SYS_ADMIN, which the host's kernel asks for",
+    ),
+    (
         "fallocate(2) with FALLOC_FL_COLLAPSE_RANGE or FALLOC_FL_INSERT_RANGE (EOPNOTSUPP) on files of the host",
         "a client of FUSE in Linux does not send them",
     ),

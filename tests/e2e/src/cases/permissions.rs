@@ -1,5 +1,7 @@
 //! Who may do what with the files of a volume: by owner, group, mode, access control list, capability and directory.
 
+mod operations;
+
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
 use std::path::Path;
@@ -19,6 +21,9 @@ pub(super) const CASES: &[Case] = &[
     Case::both("modes_and_access_control_lists_say_who_reads_and_writes", matrix),
     Case::both("directories_say_who_makes_and_removes_and_whose_it_is", directories),
     Case::both("capabilities_do_what_they_are_for", capabilities),
+    operations::IN_A_SNAPSHOT,
+    operations::IN_A_DIRECTORY,
+    operations::IN_A_VOLUME,
 ];
 
 /// Of an access control list (POSIX.1e, as linux/posix_acl_xattr.h has it): tag, permissions, user or group.

@@ -18,6 +18,9 @@ use super::{
 };
 use crate::jail::capabilities::without_set_id_bits;
 
+/// What SETATTR may change. The times of a change are those of the host.
+const CHANGES: u32 = set::MODE | set::UID | set::GID | set::SIZE | set::ATIME | set::MTIME;
+
 impl Server {
     /// `fuse_getattr_in`.
     pub(super) fn get_attributes(&mut self, mut request: Request) -> Result<Answer> {
@@ -113,7 +116,11 @@ impl Server {
         let is_set = |bits: u32| valid & bits != 0;
         // A change of a file in a lower layer of an overlay makes a copy, with another identity than the node's.
         let mut changed = None;
-        if is_set(set::MODE | set::UID | set::GID | set::ATIME | set::MTIME) {
+        // Linux also asks for no change at all: chown(2) has named neither a user nor a group, or fallocate(2) or
+        // copy_file_range(2) has to remove the set-user-ID and set-group-ID bits of the file. Such a chown(2) here does
+        // both.
+        let is_bare = !is_set(CHANGES);
+        if is_bare || is_set(CHANGES & !set::SIZE) {
             let fd = self.descriptor(node, opened)?;
             if opened.is_none() {
                 self.check_name_before_change(node, &fd)?;
@@ -122,7 +129,7 @@ impl Server {
             if is_set(set::MODE) {
                 chmodat(CWD, &*path, Mode::from_raw_mode(mode), AtFlags::empty())?;
             }
-            if is_set(set::UID | set::GID) {
+            if is_bare || is_set(set::UID | set::GID) {
                 let id = |bit: u32, id: u32| (is_set(bit) && id != u32::MAX).then_some(id);
                 let (user, group) = (id(set::UID, user), id(set::GID, group));
                 chownat(CWD, &*path, user.map(Uid::from_raw), group.map(Gid::from_raw), AtFlags::empty())?;

@@ -549,6 +549,10 @@ fn set_id_bits_go_when_the_guest_says_so() {
     assert_eq!(fs::metadata(&path).unwrap().len(), 1);
     guest.set_attributes(file, set::MODE, 0, 0o4711).unwrap();
     assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o4711);
+    // A request for no change is what Linux sends before it changes the file in another way.
+    let answer = guest.set_attributes(file, 0, 0, 0).unwrap();
+    assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o711);
+    assert_eq!(word(&answer, 16 + 60) & 0o7777, 0o711);
 }
 
 #[test]
