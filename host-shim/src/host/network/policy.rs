@@ -61,9 +61,9 @@ fn default_rules(family: AddressFamily) -> Vec<NetlinkMessage> {
         rule.header.action = RuleAction::ToTable;
         rule.header.table = table as u8;
         rule.attributes = vec![
+            RuleAttribute::Priority(priority),
             RuleAttribute::Table(table),
             RuleAttribute::Protocol(RouteProtocol::Kernel),
-            RuleAttribute::Priority(priority),
         ];
         message(name_of_rule(&rule), &rule)
     };

@@ -129,7 +129,7 @@ fn expect_flat(samples: &[Vec<Usage>]) -> Result<()> {
 fn one(host: &Host, image: &Image, number: usize) -> Result<()> {
     let end = End::of(number, host.runtime());
     let port = PORT + u16::try_from(number)?;
-    let plan = Pod::plan(host).privileged().huge_pages(PAGES).host_port(port.into(), 80);
+    let plan = Pod::plan(host).huge_pages(PAGES).host_port(port.into(), 80);
     let pod = plan.start()?;
     let volumes = Volumes::make(&pod, image)?;
     let pid = process_of(host, &pod)?;
