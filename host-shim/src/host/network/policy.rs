@@ -154,13 +154,17 @@ fn priority_of(rule: &RuleMessage) -> Option<u32> {
 /// As ip-rule(8) writes it.
 fn name_of_rule(rule: &RuleMessage) -> String {
     use RuleAttribute as A;
-    let (mut from, mut selectors, mut end) = ("all".to_owned(), String::new(), String::new());
+    let source = rule.attributes.iter().find_map(|attribute| match attribute {
+        A::Source(ip) => Some(format!("{ip}/{}", rule.header.src_len)),
+        _ => None,
+    });
+    let mut from = source.unwrap_or_else(|| "all".into());
+    let (mut selectors, mut end) = (String::new(), String::new());
     let mut table = rule.header.table.into();
     let mut target = 0;
     for attribute in &rule.attributes {
         match attribute {
-            A::Source(ip) => from = format!("{ip}/{}", rule.header.src_len),
-            A::Destination(ip) => selectors += &format!(" to {ip}/{}", rule.header.dst_len),
+            A::Destination(ip) => from += &format!(" to {ip}/{}", rule.header.dst_len),
             A::FwMark(mark) => selectors += &format!(" fwmark {mark:#x}"),
             A::Iifname(name) => selectors += &format!(" iif {name}"),
             A::Oifname(name) => selectors += &format!(" oif {name}"),
