@@ -475,7 +475,7 @@ mod tests {
         let mut now = description("eth0", &[]);
         now.addresses = vec![address.clone()];
         let before = ConfigureNetworkRequest { absent_routes: vec![route.clone()], ..now.clone() };
-        assert_eq!(change(&before, &now).interface.routes, [route.clone()]);
+        assert_eq!(change(&before, &now).interface.routes, std::slice::from_ref(&route));
         // It goes again, and the agent removes what is absent.
         assert!(change(&now, &before).interface.routes.is_empty());
         assert_eq!(change(&now, &before).interface.absent_routes, [route]);
