@@ -13,8 +13,8 @@ pub fn change(pidfd: BorrowedFd<'_>, request: &ChangeRoutingRequest) -> Result<(
     apply(request)
 }
 
-/// Changes them in the network namespace of this thread. New rules come before old ones go, so that a packet always finds
-/// a table. Of routes it is the other way round: the kernel has one for each destination and metric.
+/// Changes them in the network namespace of this thread. New rules come before old ones go, so that a packet always
+/// finds a table. Of routes it is the other way round: the kernel has one for each destination and metric.
 fn apply(request: &ChangeRoutingRequest) -> Result<(), NetworkError> {
     let failed = |action: String| |source| NetworkError::Routing { action, source };
     let socket = Socket::open().map_err(failed("opening a netlink socket".into()))?;

@@ -4,8 +4,8 @@
 //! A CNI or docker sets the network up as for a container: before Create in a namespace that has a path, or before
 //! Start in the namespace of the process that Create answered, which is the VMM. At Start the interfaces in it are
 //! [scanned](scan), and each is connected with a tap ([`redirect`]). The guest's agent gives a network card the same
-//! name, addresses, routes and neighbours, and the namespace there the same rules ([`policy`]). The namespace is [watched](watch), so that the guest follows what changes
-//! later. All of it is rtnetlink(7); no program is executed.
+//! name, addresses, routes and neighbours, and the namespace there the same rules ([`policy`]). The namespace is
+//! [watched](watch), so that the guest follows what changes later. All of it is rtnetlink(7); no program is executed.
 
 pub(crate) mod loopback;
 pub(crate) mod name_server;
