@@ -7,6 +7,7 @@ mod cards;
 pub mod loopback;
 pub mod name_server;
 mod netlink;
+pub mod routing;
 
 use std::{
     fs::{self, File},
@@ -55,6 +56,14 @@ pub enum NetworkError {
         /// The kernel's answer.
         source: io::Error,
     },
+    /// The kernel refused a rule of policy routing, or a route of no interface.
+    #[error("{action}: {source}")]
+    Routing {
+        /// What was tried: "adding the rule 100: from 10.0.0.2 lookup 100".
+        action: String,
+        /// The kernel's answer.
+        source: io::Error,
+    },
     /// A kernel parameter of an interface.
     #[error("linux.sysctl {} = {value:?}: {source}", path.display())]
     Sysctl {
@@ -97,6 +106,7 @@ pub struct Interface {
     up: bool,
     ipv6: Ipv6,
     addresses: Vec<NetlinkMessage>,
+    absent_routes: Vec<NetlinkMessage>,
     routes: Vec<NetlinkMessage>,
     neighbours: Vec<NetlinkMessage>,
 }
@@ -127,6 +137,7 @@ impl TryFrom<ConfigureNetworkRequest> for Interface {
             up: request.up,
             ipv6,
             addresses: request.addresses,
+            absent_routes: request.absent_routes,
             routes: request.routes,
             neighbours: request.neighbours,
         })
@@ -294,6 +305,10 @@ fn add(socket: &Socket, index: u32, interface: &Interface) -> Result<(), Network
     for NetlinkMessage { what, body, .. } in &interface.addresses {
         let added = socket.add_address(&with_index(body, index));
         added.map_err(interface.failed(format!("adding the address {what}")))?;
+    }
+    for NetlinkMessage { what, body, .. } in &interface.absent_routes {
+        let removed = socket.remove_route(body, index);
+        removed.map_err(interface.failed(format!("removing the kernel's route {what}")))?;
     }
     for NetlinkMessage { what, body, .. } in &interface.routes {
         let added = socket.add_route(body, index);

@@ -7,15 +7,16 @@ use bulkhead_agent_api::{
     MAX_ERROR, MAX_PIDS,
     agent::{
         self, AcceptHostSocketRequest, AcceptHostSocketResponse, AdjustClockRequest, ChangeNetworkRequest,
-        ConfigureNetworkRequest, ConnectLoopbackRequest, CreateContainerRequest, CreateContainerResponse,
-        DeleteContainerRequest, DiskRequest, Empty, ExecProcessRequest, ExecProcessResponse, FindDiskRequest,
-        FindDiskResponse, ListPidsRequest, ListPidsResponse, LoadAppArmorPolicyRequest, MakeVolumeRequest,
-        MountDiskRequest, OomCounts, PauseContainerRequest, ReadClockResponse, RemoveNetworkRequest,
-        ResizeTerminalRequest, ResumeContainerRequest, ServeNameServerRequest, SetProcessorsRequest,
-        SetProcessorsResponse, SignalProcessRequest, StartContainerRequest, StartSandboxRequest,
-        StartSandboxResponse, StatsRequest, StatsResponse, Stdio, UndoUpdateRequest, UpdateContainerRequest,
-        VolumeEntry as VolumeEntryMessage, WaitMemoryDemandRequest, WaitOomRequest, WaitProcessRequest,
-        WaitProcessResponse, WriteVolumeRequest, volume_entry,
+        ChangeRoutingRequest, ConfigureNetworkRequest, ConnectLoopbackRequest, CreateContainerRequest,
+        CreateContainerResponse, DeleteContainerRequest, DiskRequest, Empty, ExecProcessRequest,
+        ExecProcessResponse, FindDiskRequest, FindDiskResponse, ListPidsRequest, ListPidsResponse,
+        LoadAppArmorPolicyRequest, MakeVolumeRequest, MountDiskRequest, OomCounts, PauseContainerRequest,
+        ReadClockResponse, RemoveNetworkRequest, ResizeTerminalRequest, ResumeContainerRequest,
+        ServeNameServerRequest, SetProcessorsRequest, SetProcessorsResponse, SignalProcessRequest,
+        StartContainerRequest, StartSandboxRequest, StartSandboxResponse, StatsRequest, StatsResponse, Stdio,
+        UndoUpdateRequest, UpdateContainerRequest, VolumeEntry as VolumeEntryMessage,
+        WaitMemoryDemandRequest, WaitOomRequest, WaitProcessRequest, WaitProcessResponse, WriteVolumeRequest,
+        volume_entry,
     },
     agent_ttrpc::Agent,
 };
@@ -180,6 +181,12 @@ impl Agent for Service {
     async fn remove_network(&self, _: &TtrpcContext, request: RemoveNetworkRequest) -> ttrpc::Result<Empty> {
         let container = self.sandbox.container(&request.container_id).map_err(status)?;
         self.to_its_end(|_| async move { Ok(container.remove_network(request.card).await?) }).await?;
+        Ok(Empty::new())
+    }
+
+    async fn change_routing(&self, _: &TtrpcContext, request: ChangeRoutingRequest) -> ttrpc::Result<Empty> {
+        let container = self.sandbox.container(&request.container_id).map_err(status)?;
+        self.to_its_end(|_| async move { Ok(container.change_routing(request).await?) }).await?;
         Ok(Empty::new())
     }
 

@@ -3,11 +3,13 @@
 
 use std::{os::fd::AsFd, sync::Arc};
 
+use bulkhead_agent_api::agent::ChangeRoutingRequest;
+
 use super::{create::Environment, error::ContainerError, instance::Container};
 use crate::network::{
     self, Change, Interface, NetworkError,
     loopback::{self, Port, Sockets},
-    name_server,
+    name_server, routing,
 };
 
 impl Container {
@@ -24,6 +26,14 @@ impl Container {
     /// Takes the card out of the container's network namespace.
     pub async fn remove_network(self: Arc<Self>, card: Vec<u8>) -> Result<(), ContainerError> {
         on_own_thread(move || network::remove(self.init_pidfd.as_fd(), &card)).await
+    }
+
+    /// Changes the rules of policy routing in the container's network namespace.
+    pub async fn change_routing(
+        self: Arc<Self>,
+        request: ChangeRoutingRequest,
+    ) -> Result<(), ContainerError> {
+        on_own_thread(move || routing::change(self.init_pidfd.as_fd(), &request)).await
     }
 
     /// Sets the parameters of the interfaces in the container's network namespace: all of them are there now.

@@ -69,6 +69,27 @@ impl Socket {
         gone(self.request(libc::RTM_DELNEIGH, 0, body))
     }
 
+    /// Adds a rule of policy routing, unless it is there. `body` begins with a `struct fib_rule_hdr`.
+    pub(super) fn add_rule(&self, body: &[u8]) -> io::Result<()> {
+        there(self.request(libc::RTM_NEWRULE, libc::NLM_F_CREATE | libc::NLM_F_EXCL, body))
+    }
+
+    /// Removes one that is as in [`Socket::add_rule`].
+    pub(super) fn remove_rule(&self, body: &[u8]) -> io::Result<()> {
+        gone(self.request(libc::RTM_DELRULE, 0, body))
+    }
+
+    /// Adds a route that goes through no interface, or through the one that it names, unless it is there. `body` begins
+    /// with a `struct rtmsg`.
+    pub(super) fn add_route_of_none(&self, body: &[u8]) -> io::Result<()> {
+        there(self.request(libc::RTM_NEWROUTE, libc::NLM_F_CREATE | libc::NLM_F_EXCL, body))
+    }
+
+    /// Removes one that is as in [`Socket::add_route_of_none`].
+    pub(super) fn remove_route_of_none(&self, body: &[u8]) -> io::Result<()> {
+        gone(self.request(libc::RTM_DELROUTE, 0, body))
+    }
+
     /// The interface of a device that has this permanent address. A name can be changed in a container, this cannot.
     pub(super) fn find(&self, card: &[u8; 6]) -> io::Result<Option<u32>> {
         self.send(libc::RTM_GETLINK, libc::NLM_F_DUMP, &LinkMessage::new(0).0)?;
@@ -114,6 +135,14 @@ impl Socket {
         message.extend(body);
         send(self.0.as_raw_fd(), &message, MsgFlags::empty())?;
         Ok(())
+    }
+}
+
+/// What was to be added is there already.
+fn there(added: io::Result<()>) -> io::Result<()> {
+    match added {
+        Err(error) if error.raw_os_error() == Some(libc::EEXIST) => Ok(()),
+        other => other,
     }
 }
 

@@ -103,6 +103,23 @@ fn an_interface_becomes_what_it_is_on_the_host() {
 }
 
 #[test]
+fn a_route_that_the_host_has_not_for_an_address_is_removed() {
+    apart("eth0", || {
+        // struct rtmsg of 10.1.2.0/24 in table main, protocol kernel, scope link; RTA_DST, RTA_PREFSRC.
+        let header = [2, 24, 0, 0, 254, 2, 253, 1, 0, 0, 0, 0];
+        let absent: &[&[u8]] = &[&header, &[8, 0, 1, 0, 10, 1, 2, 0], &[8, 0, 7, 0, 10, 1, 2, 3]];
+        let request = |request: &mut ConfigureNetworkRequest| {
+            request.absent_routes = vec![message("10.1.2.0/24", absent)];
+        };
+        set_up_here(&interface(request).unwrap()).unwrap();
+        let routes = table("route");
+        let destinations: Vec<_> =
+            routes.lines().skip(1).filter_map(|line| line.split_whitespace().nth(1)).collect();
+        assert_eq!(destinations, ["00000000", "0101FEA9"]);
+    });
+}
+
+#[test]
 fn ipv6_is_as_on_the_host() {
     for ipv6 in [Ipv6::IPV6_DISABLED, Ipv6::IPV6_GIVEN] {
         apart("eth0", || {

@@ -164,7 +164,7 @@ fn stats(input: &mut Input<'_>) -> messages::StatsResponse {
 
 /// One of the shim's calls, and what must hold of what comes back.
 async fn call(agent: Agent, which: u8) -> Result<()> {
-    let result = match which % 30 {
+    let result = match which % 31 {
         0 => agent.start_sandbox(ID, "host", OfHost::default()).await.map(|release| check_text(&release)),
         1 => agent.list_pids(ID).await.map(|pids| {
             ensure!(pids.len() <= MAX_PIDS, "{} processes", pids.len());
@@ -229,6 +229,7 @@ async fn rest(agent: Agent, which: u8) -> Result<(), AgentError> {
         26 => agent.find_disk("8:16").await.map(drop),
         27 => agent.unmount_disk("root-1").await,
         28 => agent.undo_update_without_deadline(ID, 1).await,
+        29 => agent.change_routing(ID, messages::ChangeRoutingRequest::new()).await,
         _ => agent.shutdown(LATER / 2).await,
     }
 }

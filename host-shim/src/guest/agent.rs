@@ -219,6 +219,16 @@ impl Agent {
         call("ChangeNetwork", SETUP, |context| self.client.change_network(context, &change)).await.map(drop)
     }
 
+    /// Changes the rules of policy routing in the network namespace of a container.
+    pub(crate) async fn change_routing(
+        &self,
+        id: &str,
+        mut change: agent::ChangeRoutingRequest,
+    ) -> Result<(), AgentError> {
+        change.container_id = id.into();
+        call("ChangeRouting", SETUP, |context| self.client.change_routing(context, &change)).await.map(drop)
+    }
+
     /// Takes a network card out of the network namespace of a container.
     pub(crate) async fn remove_network(&self, id: &str, card: [u8; 6]) -> Result<(), AgentError> {
         let mut request = agent::RemoveNetworkRequest::new();

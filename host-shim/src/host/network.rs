@@ -4,12 +4,13 @@
 //! A CNI or docker sets the network up as for a container: before Create in a namespace that has a path, or before
 //! Start in the namespace of the process that Create answered, which is the VMM. At Start the interfaces in it are
 //! [scanned](scan), and each is connected with a tap ([`redirect`]). The guest's agent gives a network card the same
-//! name, addresses, routes and neighbours. The namespace is [watched](watch), so that the guest follows what changes
-//! later. All of it is rtnetlink(7); no program is executed.
+//! name, addresses, routes and neighbours, and the namespace there the same rules ([`policy`]). The namespace is
+//! [watched](watch), so that the guest follows what changes later. All of it is rtnetlink(7); no program is executed.
 
 pub(crate) mod loopback;
 pub(crate) mod name_server;
 mod netns;
+mod policy;
 mod redirect;
 mod replies;
 mod scan;
@@ -24,7 +25,9 @@ use std::{
 use bulkhead_agent_api::agent::ConfigureNetworkRequest;
 use bulkhead_vmm_api::ATTACHABLE_DEVICES;
 
-pub(crate) use self::{redirect::remove as remove_redirect, watch::Watch};
+pub(crate) use self::{
+    policy::Policy, redirect::remove as remove_redirect, scan::kernels_route, watch::Watch,
+};
 use crate::{
     host::{
         blocking::{self, BlockingError},
@@ -86,6 +89,10 @@ pub(crate) enum NetworkError {
     NoEthernet { name: String },
     #[error("interface {interface}: route {route}: {what} is not implemented")]
     Route { interface: String, route: String, what: String },
+    #[error("the pod's network namespace: rule {rule}: {what} is not implemented")]
+    Rule { rule: String, what: String },
+    #[error("the pod's network namespace has {count} {what}; at most {most} are supported")]
+    TooLong { what: &'static str, count: usize, most: usize },
     #[error("the pod's network namespace: {action}")]
     Kernel { action: String, source: io::Error },
 }
@@ -95,6 +102,8 @@ pub(crate) enum NetworkError {
 pub(crate) struct Scan {
     /// In the order of their indices.
     pub(crate) interfaces: Vec<Found>,
+    /// An error: it cannot be given to the guest.
+    pub(crate) policy: Result<Policy, NetworkError>,
     /// Whether docker's name server listens in the namespace.
     pub(crate) has_name_server: bool,
 }

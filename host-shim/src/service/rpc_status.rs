@@ -48,7 +48,9 @@ fn code(error: &TaskError) -> Code {
         | TaskError::Network(
             NetworkError::HostNamespace { .. }
             | NetworkError::TooMany { .. }
+            | NetworkError::TooLong { .. }
             | NetworkError::NoEthernet { .. }
+            | NetworkError::Rule { .. }
             | NetworkError::Route { .. },
         )
         | TaskError::Unimplemented { .. } => Code::UNIMPLEMENTED,

@@ -46,7 +46,8 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "they are ordinary memory of the VM (docs/operations.md, Huge pages of containers)",
     ),
     (
-        "more than eight network interfaces in a pod, interfaces that are no Ethernet, routes of other tables than main",
+        "more than eight network interfaces in a pod, interfaces that are no Ethernet, routes with several next hops, rules of \
+         policy routing by `suppress_ifgroup`, `l3mdev`, `tun_id` or realms",
         "not built yet",
     ),
     (
@@ -191,8 +192,8 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "a request need not be aligned as the file system of the host asks for",
     ),
     (
-        "rules of iptables or nftables, and `ip rule`, that a program of the host puts into the network namespace of a pod, \
-         such as istio-cni or a chained CNI plugin: not refused, but they do not apply to the containers",
+        "rules of iptables or nftables that a program of the host puts into the network namespace of a pod, such as \
+         istio-cni or a chained CNI plugin: not refused, but they do not apply to the containers (those of `ip rule` do)",
         "the packets go from the interface to the VM (tc); rules that a container sets in the guest apply",
     ),
     (

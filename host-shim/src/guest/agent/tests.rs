@@ -153,6 +153,7 @@ fn calls_with_deadlines<'a>(agent: &'a Agent, id: &'a str) -> Vec<(&'static str,
     vec![
         ("ConfigureNetwork", SETUP, Box::pin(agent.configure_network(id, interface("eth0")))),
         ("ChangeNetwork", SETUP, Box::pin(agent.change_network(id, agent::ChangeNetworkRequest::new()))),
+        ("ChangeRouting", SETUP, Box::pin(agent.change_routing(id, agent::ChangeRoutingRequest::new()))),
         ("RemoveNetwork", SETUP, Box::pin(agent.remove_network(id, [2, 0, 0, 0, 0, 1]))),
         ("StartContainer", SETUP, Box::pin(agent.start_container(id))),
         ("ExecProcess", SETUP, Box::pin(exec)),

@@ -1,8 +1,8 @@
-//! Reads the pod's interfaces, addresses, routes and neighbours from the pod's network namespace.
+//! Reads the pod's interfaces, addresses, routes, rules and neighbours from the pod's network namespace.
 
 use std::{
     fs::{self, File},
-    net::IpAddr,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
 };
 
 use bulkhead_agent_api::agent::{ConfigureNetworkRequest, Ipv6, NetlinkMessage};
@@ -10,31 +10,40 @@ use futures::TryStreamExt;
 use protobuf::EnumOrUnknown;
 use rtnetlink::{
     Handle,
-    packet_core::Emitable,
+    packet_core::{Emitable, Parseable},
     packet_route::{
         AddressFamily,
         address::{AddressAttribute, AddressFlags, AddressHeaderFlags, AddressMessage, AddressScope},
         link::{LinkAttribute, LinkFlags, LinkLayerType, LinkMessage},
         neighbour::{NeighbourAddress, NeighbourAttribute, NeighbourMessage, NeighbourState},
         route::{
-            RouteAddress, RouteAttribute, RouteFlags, RouteHeader, RouteMessage, RouteProtocol, RouteType,
-            RouteVia,
+            RouteAddress, RouteAttribute, RouteFlags, RouteHeader, RouteMessage, RouteProtocol, RouteScope,
+            RouteType, RouteVia,
         },
     },
 };
 
 use tokio::runtime::Handle as Runtime;
 
-use super::{Found, MOST, NetworkError, Scan, failed, is_tap, name_server, netns, refused, watch::Watch};
+use super::{
+    Found, MOST, NetworkError, Scan, failed, is_tap, name_server, netns, policy,
+    policy::{MOST_ROUTES, Policy},
+    refused,
+    watch::Watch,
+};
 
 /// Interfaces that kernels with these tunnels make in every network namespace (ip-sysctl,
 /// fb_tunnels_only_for_init_net).
 const FALLBACK_TUNNELS: [&str; 9] =
     ["tunl0", "gre0", "gretap0", "erspan0", "ip_vti0", "ip6_vti0", "sit0", "ip6tnl0", "ip6gre0"];
 
-/// RT_TABLE_LOCAL: routes that the kernel adds for addresses.
-const LOCAL_TABLE: u32 = 255;
-const MAIN_TABLE: u32 = RouteHeader::RT_TABLE_MAIN as u32;
+/// RT_TABLE_UNSPEC, RT_TABLE_LOCAL and RT_TABLE_MAIN of linux/rtnetlink.h: where the kernel adds routes for addresses.
+const NO_TABLE: u32 = RouteHeader::RT_TABLE_UNSPEC as u32;
+pub(super) const LOCAL_TABLE: u32 = 255;
+pub(super) const MAIN_TABLE: u32 = RouteHeader::RT_TABLE_MAIN as u32;
+
+/// The metric of a route that the kernel adds for an IPv6 address (IP6_RT_PRIO_ADDRCONF of net/ip6_route.h).
+const IPV6_PREFIX_METRIC: u32 = 256;
 
 /// The pod's interfaces in a network namespace. Blocks.
 pub(super) fn scan(netns: &File) -> Result<Scan, NetworkError> {
@@ -55,16 +64,20 @@ async fn read(handle: &Handle) -> Result<Scan, NetworkError> {
     let links = of_the_pod(links)?;
     let has_name_server = name_server::listens_here().map_err(failed("reading its sockets"))?;
     if links.is_empty() {
-        return Ok(Scan { interfaces: Vec::new(), has_name_server });
+        return Ok(Scan { interfaces: Vec::new(), policy: Ok(Policy::default()), has_name_server });
     }
-    let mut routes: Vec<_> = handle
+    let routes: Vec<_> = handle
         .route()
         .get(RouteMessage::default())
         .execute()
         .try_collect()
         .await
         .map_err(refused("reading its routes"))?;
-    routes.retain(|route| !is_kernels(route));
+    let (kernels, routes): (Vec<_>, Vec<_>) = routes.into_iter().partition(is_kernels);
+    if routes.len() > MOST_ROUTES {
+        return Err(NetworkError::TooLong { what: "routes", count: routes.len(), most: MOST_ROUTES });
+    }
+    let (of_none, routes): (Vec<_>, Vec<_>) = routes.into_iter().partition(policy::is_of_no_interface);
     let neighbours: Vec<_> =
         handle.neighbours().get().execute().try_collect().await.map_err(refused("reading its neighbours"))?;
     let mut interfaces = Vec::new();
@@ -85,9 +98,14 @@ async fn read(handle: &Handle) -> Result<Scan, NetworkError> {
             _ => is_first,
         });
         let described = describe(link, &addresses, own.cloned().collect(), &neighbours);
+        let described = described.map(|description| ConfigureNetworkRequest {
+            absent_routes: absent_routes(link, &description.addresses, &kernels),
+            ..description
+        });
         interfaces.push(Found { index, name: name_of(link).into(), described });
     }
-    Ok(Scan { interfaces, has_name_server })
+    let policy = policy::read(handle, &of_none).await;
+    Ok(Scan { interfaces, policy, has_name_server })
 }
 
 /// The interfaces that the guest shall have.
@@ -194,16 +212,96 @@ fn routes_of(
     Ok(routes.iter().map(|route| message(name_of_route(route), route)).collect())
 }
 
-/// Whether the guest's kernel adds the route itself, for an address or from a router's advertisement.
+/// Routes that the guest's kernel adds for these addresses of an interface, and that the host has not: a program of the
+/// host has removed them, or moved them to another table, as the CNI plugin `sbr` does.
+fn absent_routes(
+    link: &LinkMessage,
+    addresses: &[NetlinkMessage],
+    kernels: &[RouteMessage],
+) -> Vec<NetlinkMessage> {
+    if !link.header.flags.contains(LinkFlags::Up) {
+        return Vec::new();
+    }
+    let kernels = kernels
+        .iter()
+        .filter(|route| interface_of(route) == Some(link.header.index) && table_of(route) == MAIN_TABLE);
+    let is_there = |wanted: &RouteMessage| {
+        let mut kernels = kernels.clone();
+        kernels.any(|route| {
+            name_of_route(route) == name_of_route(wanted) && source_of(route) == source_of(wanted)
+        })
+    };
+    let absent = addresses.iter().filter_map(prefix_route).filter(|route| !is_there(route));
+    absent.map(|route| message(name_of_route(&route), &route)).collect()
+}
+
+/// The route that the guest's kernel adds by itself for such an address.
+pub(crate) fn kernels_route(address: &NetlinkMessage) -> Option<NetlinkMessage> {
+    prefix_route(address).map(|route| message(name_of_route(&route), &route))
+}
+
+/// The route that the kernel adds to table main for an address, to all that has the same prefix.
+fn prefix_route(address: &NetlinkMessage) -> Option<RouteMessage> {
+    use AddressAttribute as A;
+    let AddressMessage { header, attributes, .. } = AddressMessage::parse(&address.body[..]).ok()?;
+    let (mut ip, mut local, mut metric) = (None, None, None);
+    for attribute in attributes {
+        match attribute {
+            A::Address(found) => ip = Some(found),
+            A::Local(found) => local = Some(found),
+            A::RoutePriority(found) => metric = Some(found),
+            A::Flags(flags) if flags.contains(AddressFlags::Noprefixroute) => return None,
+            _ => {}
+        }
+    }
+    let mut route = RouteMessage::default();
+    let destination = match ip? {
+        // For one of 32 bits there is none.
+        IpAddr::V4(ip) if header.prefix_len < 32 => {
+            let source = local.unwrap_or(IpAddr::V4(ip));
+            route.header.scope = RouteScope::Link;
+            route.attributes.push(RouteAttribute::PrefSource(source.into()));
+            let mask = u32::MAX.checked_shl(32 - u32::from(header.prefix_len)).unwrap_or(0);
+            IpAddr::from(Ipv4Addr::from_bits(ip.to_bits() & mask))
+        }
+        // One with a peer has two.
+        IpAddr::V6(ip) if local.is_none() => {
+            metric = metric.or(Some(IPV6_PREFIX_METRIC));
+            let missing = 128_u32.checked_sub(header.prefix_len.into())?;
+            IpAddr::from(Ipv6Addr::from_bits(ip.to_bits() & u128::MAX.checked_shl(missing).unwrap_or(0)))
+        }
+        _ => return None,
+    };
+    route.header.address_family = header.family;
+    route.header.destination_prefix_length = header.prefix_len;
+    (route.header.table, route.header.protocol) = (RouteHeader::RT_TABLE_MAIN, RouteProtocol::Kernel);
+    route.header.kind = RouteType::Unicast;
+    // That of no bits, the default route, has none.
+    if header.prefix_len > 0 {
+        route.attributes.push(RouteAttribute::Destination(destination.into()));
+    }
+    route.attributes.extend(metric.map(RouteAttribute::Priority));
+    Some(route)
+}
+
+fn source_of(route: &RouteMessage) -> Option<&RouteAddress> {
+    route.attributes.iter().find_map(|attribute| match attribute {
+        RouteAttribute::PrefSource(address) => Some(address),
+        _ => None,
+    })
+}
+
+/// Whether the guest's kernel adds the route itself, for an address or from a router's advertisement. What has been
+/// moved to another table is still called the kernel's.
 fn is_kernels(route: &RouteMessage) -> bool {
     let RouteHeader { address_family, protocol, .. } = route.header;
     let ours = matches!(address_family, AddressFamily::Inet | AddressFamily::Inet6);
     let made = matches!(protocol, RouteProtocol::Kernel | RouteProtocol::Ra | RouteProtocol::IcmpRedirect);
-    !ours || made || table_of(route) == LOCAL_TABLE
+    !ours || made && matches!(table_of(route), NO_TABLE | MAIN_TABLE | LOCAL_TABLE)
 }
 
 /// The interface through which a route goes.
-fn interface_of(route: &RouteMessage) -> Option<u32> {
+pub(super) fn interface_of(route: &RouteMessage) -> Option<u32> {
     route.attributes.iter().find_map(|attribute| match attribute {
         RouteAttribute::Oif(through) => Some(*through),
         _ => None,
@@ -224,9 +322,6 @@ fn given_route(interface: &str, index: u32, route: RouteMessage) -> Result<Route
     let refused = |what: String| {
         Err(NetworkError::Route { interface: interface.into(), route: name_of_route(&route), what })
     };
-    if table_of(&route) != MAIN_TABLE {
-        return refused(format!("the routing table {}", table_of(&route)));
-    }
     if route.header.kind != RouteType::Unicast {
         return refused(format!("the type {:?}", route.header.kind));
     }
@@ -240,10 +335,11 @@ fn given_route(interface: &str, index: u32, route: RouteMessage) -> Result<Route
             | A::Via(_)
             | A::PrefSource(_)
             | A::Priority(_)
+            | A::Table(_)
             | A::Metrics(_)
             | A::Preference(_) => given.attributes.push(attribute.clone()),
             A::Oif(through) if *through == index => {}
-            A::Table(_) | A::CacheInfo(_) => {}
+            A::CacheInfo(_) => {}
             other => return refused(format!("{other:?}")),
         }
     }
@@ -256,7 +352,7 @@ fn has_gateway(route: &RouteMessage) -> bool {
 }
 
 /// As ip-route(8) writes it.
-fn name_of_route(route: &RouteMessage) -> String {
+pub(super) fn name_of_route(route: &RouteMessage) -> String {
     let (mut destination, mut gateway) = ("default".to_owned(), String::new());
     for attribute in &route.attributes {
         match attribute {
@@ -300,7 +396,7 @@ fn neighbour(index: u32, found: &NeighbourMessage) -> Option<NetlinkMessage> {
     Some(message(ip.to_string(), &given))
 }
 
-fn message(what: String, body: &impl Emitable) -> NetlinkMessage {
+pub(super) fn message(what: String, body: &impl Emitable) -> NetlinkMessage {
     let mut message = NetlinkMessage::new();
     message.what = what;
     message.body = vec![0; body.buffer_len()];

@@ -11,11 +11,13 @@ use std::{
 use futures::TryStreamExt;
 use nix::sched::{CloneFlags, unshare};
 use rtnetlink::{
-    Handle, LinkUnspec, LinkVeth, RouteMessageBuilder,
+    Handle, IpVersion, LinkUnspec, LinkVeth, RouteMessageBuilder,
     packet_core::Parseable,
     packet_route::{
+        AddressFamily,
         link::{LinkAttribute, LinkMessage},
-        route::{RouteAttribute, RouteFlags, RouteMessage, RouteMetric, RouteScope},
+        route::{RouteAttribute, RouteFlags, RouteMessage, RouteMetric, RouteScope, RouteType},
+        rule::{RuleAction, RuleAttribute, RuleMessage},
     },
 };
 
@@ -86,6 +88,29 @@ impl Pod {
 
     fn scan(&self) -> Result<Scan, NetworkError> {
         scan::scan(&self.netns())
+    }
+
+    /// Adds a rule that leads to a table, for addresses of 64 bits if it names one of IPv6.
+    fn rule(&self, family: AddressFamily, priority: u32, table: u32, attributes: Vec<RuleAttribute>) {
+        let added = self.inside(async |handle| {
+            let mut rule = RuleMessage::default();
+            rule.header.family = family;
+            (rule.header.action, rule.header.table) = (RuleAction::ToTable, 0);
+            let len = if family == AddressFamily::Inet { 32 } else { 64 };
+            for attribute in &attributes {
+                match attribute {
+                    RuleAttribute::Source(_) => rule.header.src_len = len,
+                    RuleAttribute::Destination(_) => rule.header.dst_len = len,
+                    _ => {}
+                }
+            }
+            rule.attributes = attributes;
+            rule.attributes.extend([RuleAttribute::Priority(priority), RuleAttribute::Table(table)]);
+            let mut request = handle.rule().add();
+            *request.message_mut() = rule;
+            request.execute().await
+        });
+        added.unwrap();
     }
 
     /// The descriptions of its interfaces.
@@ -183,20 +208,136 @@ fn a_route_belongs_to_its_interface() {
 fn what_a_pod_cannot_have_yet_is_refused_by_name() {
     let (pod, outside) = (Pod::new(), Pod::new());
     pod.veth("eth0", &outside, "lan");
-    pod.inside(async |handle| {
-        let route = RouteMessageBuilder::<Ipv4Addr>::new().output_interface(index(&handle, "eth0").await);
-        let route = route.destination_prefix(Ipv4Addr::new(10, 9, 0, 0), 16).table_id(7);
-        handle.route().add(route.build()).execute().await.unwrap();
-    });
+    let route = |change: fn(&mut RouteMessage)| {
+        pod.inside(async |handle| {
+            let route = RouteMessageBuilder::<Ipv4Addr>::new().output_interface(index(&handle, "eth0").await);
+            let mut route = route.destination_prefix(Ipv4Addr::new(10, 9, 0, 0), 16).build();
+            change(&mut route);
+            handle.route().add(route).execute().await.unwrap();
+        });
+    };
+    route(|route| route.header.kind = RouteType::Multicast);
     let refused = pod.scan().unwrap().interfaces.remove(0).described.unwrap_err();
-    let expected = "interface eth0: route 10.9.0.0/16: the routing table 7 is not implemented";
+    let expected = "interface eth0: route 10.9.0.0/16: the type Multicast is not implemented";
     assert_eq!(refused.to_string(), expected);
+    let refused = |attribute: RuleAttribute| {
+        pod.rule(AddressFamily::Inet, 77, 7, vec![attribute]);
+        let refused = pod.scan().unwrap().policy.unwrap_err().to_string();
+        pod.inside(async |handle| {
+            let rules: Vec<_> = handle.rule().get(IpVersion::V4).execute().try_collect().await.unwrap();
+            let rule = rules.into_iter().find(|rule| rule.attributes.contains(&RuleAttribute::Table(7)));
+            handle.rule().del(rule.unwrap()).execute().await.unwrap();
+        });
+        refused
+    };
+    let expected =
+        "the pod's network namespace: rule 77: from all lookup 7: suppress_ifgroup 5 is not implemented";
+    assert_eq!(refused(RuleAttribute::SuppressIfGroup(5)), expected);
+    let expected = "the pod's network namespace: rule 77: from all lookup 7: tun_id 9 is not implemented";
+    assert_eq!(refused(RuleAttribute::TunId(9)), expected);
     for number in 1..=MOST {
         pod.veth(&format!("eth{number}"), &outside, &format!("lan{number}"));
     }
     let expected = "the pod's network namespace has the interfaces eth0, eth1, eth2, eth3, eth4, eth5, eth6, \
                     eth7, eth8; at most 8 are supported";
     assert_eq!(pod.scan().unwrap_err().to_string(), expected);
+}
+
+#[test]
+fn rules_are_those_of_the_namespace_in_one_form() {
+    use RuleAttribute as A;
+    let (pod, outside) = (Pod::new(), Pod::new());
+    pod.veth("eth0", &outside, "lan");
+    assert_eq!(pod.scan().unwrap().policy.unwrap(), Policy::default());
+    let source = Ipv4Addr::new(10, 1, 2, 3);
+    pod.rule(AddressFamily::Inet, 100, 1000, vec![A::Source(source.into())]);
+    pod.rule(AddressFamily::Inet, 101, 254, vec![A::FwMark(0x10), A::FwMask(0xf0), A::SuppressPrefixLen(0)]);
+    let prefix = Ipv6Addr::new(0xfd00, 0, 0, 0, 0, 0, 0, 0);
+    pod.rule(AddressFamily::Inet6, 102, 9, vec![A::Destination(prefix.into()), A::Iifname("eth0".into())]);
+    // The rule for addresses of the host itself moves behind them, as Cilium has it.
+    pod.rule(AddressFamily::Inet, 200, 255, Vec::new());
+    pod.inside(async |handle| {
+        let rules: Vec<_> = handle.rule().get(IpVersion::V4).execute().try_collect().await.unwrap();
+        handle.rule().del(rules[0].clone()).execute().await.unwrap();
+    });
+    let policy = pod.scan().unwrap().policy.unwrap();
+    let expected = [
+        "100: from 10.1.2.3/32 lookup 1000",
+        "101: from all fwmark 0x10 lookup 254 suppress_prefixlength 0",
+        "200: from all lookup 255",
+        "32766: from all lookup 254",
+        "32767: from all lookup 253",
+        "0: from all lookup 255",
+        "102: from all to fd00::/64 iif eth0 lookup 9",
+        "32766: from all lookup 254",
+    ];
+    assert_eq!(names(&policy.rules), expected);
+    // Those of a new namespace are not in the way of a comparison.
+    let defaults = Policy::default().rules;
+    assert!(policy.rules[3..6].iter().chain(&policy.rules[7..]).all(|rule| defaults.contains(rule)));
+    let marked = RuleMessage::parse(&policy.rules[1].body[..]).unwrap();
+    for attribute in [A::FwMark(0x10), A::FwMask(0xf0), A::SuppressPrefixLen(0), A::Priority(101)] {
+        assert!(marked.attributes.contains(&attribute), "{marked:?}");
+    }
+}
+
+#[test]
+fn routes_of_other_tables_and_of_no_interface_are_there() {
+    let (pod, outside) = (Pod::new(), Pod::new());
+    pod.veth("eth0", &outside, "lan");
+    pod.inside(async |handle| {
+        let index = index(&handle, "eth0").await;
+        let address = Ipv4Addr::new(10, 1, 2, 3);
+        handle.address().add(index, address.into(), 24).execute().await.unwrap();
+        let ipv6 = Ipv6Addr::new(0xfd00, 0, 0, 0, 0, 0, 0, 5);
+        handle.address().add(index, ipv6.into(), 64).execute().await.unwrap();
+        // What the CNI plugin sbr does: the kernel's own routes go to another table, with the protocol that they have.
+        let routes: Vec<_> =
+            handle.route().get(RouteMessage::default()).execute().try_collect().await.unwrap();
+        let moved = |route: &&RouteMessage| {
+            let name = scan::name_of_route(route);
+            route.header.table == 254 && ["10.1.2.0/24", "fd00::/64"].contains(&name.as_str())
+        };
+        let moved: Vec<_> = routes.iter().filter(moved).collect();
+        assert_eq!(moved.len(), 2, "{routes:?}");
+        for route in moved {
+            handle.route().del(route.clone()).execute().await.unwrap();
+            let mut route = route.clone();
+            route
+                .attributes
+                .retain(|it| !matches!(it, RouteAttribute::Table(_) | RouteAttribute::CacheInfo(_)));
+            route.header.table = 100;
+            handle.route().add(route).execute().await.unwrap();
+        }
+        let gateway = RouteMessageBuilder::<Ipv4Addr>::new().output_interface(index);
+        let gateway = gateway.gateway(Ipv4Addr::new(10, 1, 2, 1)).table_id(100).build();
+        handle.route().add(gateway).execute().await.unwrap();
+        let mut dropped = RouteMessageBuilder::<Ipv4Addr>::new().table_id(1000).build();
+        dropped.header.kind = RouteType::Unreachable;
+        handle.route().add(dropped).execute().await.unwrap();
+    });
+    let Scan { mut interfaces, policy, .. } = pod.scan().unwrap();
+    let interface = interfaces.remove(0).described.unwrap();
+    let routes: Vec<_> =
+        interface.routes.iter().map(|route| RouteMessage::parse(&route.body[..]).unwrap()).collect();
+    assert_eq!(names(&interface.routes), ["10.1.2.0/24", "fd00::/64", "default via 10.1.2.1"]);
+    assert!(routes.iter().all(|route| route.header.table == 100), "{routes:?}");
+    assert_eq!(names(&interface.absent_routes), ["10.1.2.0/24", "fd00::/64"]);
+    assert_eq!(names(&policy.unwrap().routes), ["unreachable default"]);
+    // An address that is there tells which route the kernel has added for it.
+    let kernels: Vec<_> = interface.addresses.iter().filter_map(kernels_route).collect();
+    assert_eq!(kernels[..2], interface.absent_routes[..]);
+}
+
+#[test]
+fn too_many_rules_are_refused_with_their_number() {
+    let (pod, outside) = (Pod::new(), Pod::new());
+    pod.veth("eth0", &outside, "lan");
+    for number in 0..u32::try_from(policy::MOST_RULES).unwrap() {
+        pod.rule(AddressFamily::Inet, 1000 + number, 7, Vec::new());
+    }
+    let refused = pod.scan().unwrap().policy.unwrap_err().to_string();
+    assert_eq!(refused, "the pod's network namespace has 1029 rules; at most 1024 are supported");
 }
 
 #[tokio::test]
@@ -218,7 +359,8 @@ async fn what_changes_later_is_noticed() {
             handle.link().del(index(&handle, "eth1").await).execute().await.unwrap();
         });
     };
-    let changes: [&dyn Fn(); 3] = [&address, &added, &removed];
+    let rule = || pod.rule(AddressFamily::Inet6, 77, 7, Vec::new());
+    let changes: [&dyn Fn(); 4] = [&address, &added, &removed, &rule];
     for change in changes {
         change();
         tokio::time::timeout(patience, watch.changed()).await.unwrap().unwrap();

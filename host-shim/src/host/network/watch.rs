@@ -1,4 +1,4 @@
-//! Tells when interfaces, addresses or routes of a pod's network namespace change (rtnetlink(7)).
+//! Tells when interfaces, addresses, routes or rules of a pod's network namespace change (rtnetlink(7)).
 
 use std::{io, time::Duration};
 
@@ -15,8 +15,9 @@ use tokio::{
 
 use super::{is_tap, scan};
 
-/// RTMGRP_LINK, RTMGRP_IPV4_IFADDR, RTMGRP_IPV4_ROUTE, RTMGRP_IPV6_IFADDR and RTMGRP_IPV6_ROUTE of linux/rtnetlink.h.
-const GROUPS: u32 = 0x1 | 0x10 | 0x40 | 0x100 | 0x400;
+/// RTMGRP_LINK, RTMGRP_IPV4_IFADDR, RTMGRP_IPV4_ROUTE, RTMGRP_IPV4_RULE, RTMGRP_IPV6_IFADDR and RTMGRP_IPV6_ROUTE of
+/// linux/rtnetlink.h, and the bit of RTNLGRP_IPV6_RULE, which is 19.
+const GROUPS: u32 = 0x1 | 0x10 | 0x40 | 0x80 | 0x100 | 0x400 | 1 << 18;
 
 /// What belongs together comes within this time of what came before.
 const QUIET: Duration = Duration::from_millis(100);

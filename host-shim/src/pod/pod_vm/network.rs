@@ -8,7 +8,7 @@ use std::{
 };
 
 use bulkhead_agent_api::{
-    agent::{ChangeNetworkRequest, ConfigureNetworkRequest, Ipv6, NetlinkMessage},
+    agent::{ChangeNetworkRequest, ChangeRoutingRequest, ConfigureNetworkRequest, Ipv6, NetlinkMessage},
     relay,
 };
 use tokio::{task::AbortHandle, time::Instant};
@@ -19,7 +19,8 @@ use crate::{
     guest::agent::AgentError,
     host::{
         network::{
-            self, CardNumber, Connection, Found, MOST, NetworkError, Scan, Watch, name_server::NameServer,
+            self, CardNumber, Connection, Found, MOST, NetworkError, Policy, Scan, Watch,
+            name_server::NameServer,
         },
         pending_operations::Operation,
     },
@@ -42,6 +43,8 @@ pub(super) struct Network {
     container: String,
     /// By their numbers.
     cards: Vec<Card>,
+    /// What the guest has of rules.
+    policy: Policy,
     /// Ends with the VM, or when it is dropped.
     name_server: Option<NameServer>,
     follows: Option<Follows>,
@@ -72,7 +75,8 @@ impl Drop for Follows {
 
 impl Network {
     fn new(container: &str) -> Self {
-        Self { container: container.into(), cards: vec![Card::Free], name_server: None, follows: None }
+        let (cards, policy) = (vec![Card::Free], Policy::default());
+        Self { container: container.into(), cards, policy, name_server: None, follows: None }
     }
 
     /// The cards that are interfaces.
@@ -117,14 +121,32 @@ impl Network {
     }
 }
 
+/// Those that are in one list and not in the other.
+fn only_in(these: &[NetlinkMessage], others: &[NetlinkMessage]) -> Vec<NetlinkMessage> {
+    these.iter().filter(|message| !others.contains(message)).cloned().collect()
+}
+
+/// What is to change so that the rules of `before` become those of `now`.
+fn change_of_rules(before: &Policy, now: &Policy) -> ChangeRoutingRequest {
+    ChangeRoutingRequest {
+        rules: only_in(&now.rules, &before.rules),
+        routes: only_in(&now.routes, &before.routes),
+        removed_rules: only_in(&before.rules, &now.rules),
+        removed_routes: only_in(&before.routes, &now.routes),
+        ..Default::default()
+    }
+}
+
 /// What is to change so that `before` becomes `now`.
 fn change(before: &ConfigureNetworkRequest, now: &ConfigureNetworkRequest) -> ChangeNetworkRequest {
-    let only_in = |these: &[NetlinkMessage], others: &[NetlinkMessage]| {
-        these.iter().filter(|message| !others.contains(message)).cloned().collect::<Vec<_>>()
-    };
     let mut interface = now.clone();
     interface.addresses = only_in(&now.addresses, &before.addresses);
     interface.routes = only_in(&now.routes, &before.routes);
+    // The guest's kernel adds one for an address that is new, but not again for one that stays.
+    let stay = now.addresses.iter().filter(|address| before.addresses.contains(address));
+    let is_back =
+        |route: &NetlinkMessage| before.absent_routes.contains(route) && !now.absent_routes.contains(route);
+    interface.routes.splice(0..0, stay.filter_map(network::kernels_route).filter(is_back));
     interface.neighbours = only_in(&now.neighbours, &before.neighbours);
     let mut change = ChangeNetworkRequest::new();
     change.interface = Some(interface).into();
@@ -219,9 +241,13 @@ impl Work<'_> {
     /// Connects all interfaces, or fails with the first that cannot be.
     async fn connect_all(&mut self, scan: Scan) -> Result<(), TaskError> {
         let has_name_server = scan.has_name_server && !scan.interfaces.is_empty();
+        let policy = scan.policy?;
         // Nothing is connected if one of them is refused.
         let described = scan.interfaces.into_iter().map(|found| Ok((found.index, found.described?)));
-        for (index, description) in described.collect::<Result<Vec<_>, NetworkError>>()? {
+        let described = described.collect::<Result<Vec<_>, NetworkError>>()?;
+        // So no packet goes a way that the rules forbid.
+        self.change_rules(policy).await?;
+        for (index, description) in described {
             self.connect(index, description, has_name_server).await?;
         }
         if has_name_server { self.start_name_server().await } else { Ok(()) }
@@ -242,6 +268,11 @@ impl Work<'_> {
         for (number, index) in self.network.vanished(&scan) {
             failed.extend(unless_silent(self.remove(number, index).await)?);
         }
+        let changed = match scan.policy {
+            Ok(policy) => self.change_rules(policy).await,
+            Err(error) => Err(error.into()),
+        };
+        failed.extend(unless_silent(changed)?);
         let had_name_server = self.network.name_server.is_some();
         let has_name_server = had_name_server || scan.has_name_server;
         // A route that moves from one interface to another is removed before it is added.
@@ -343,6 +374,17 @@ impl Work<'_> {
         Ok(())
     }
 
+    /// Has the guest have the host's rules.
+    async fn change_rules(&mut self, policy: Policy) -> Result<(), TaskError> {
+        if policy == self.network.policy {
+            return Ok(());
+        }
+        let change = change_of_rules(&self.network.policy, &policy);
+        self.guest.agent.change_routing(&self.network.container, change).await?;
+        self.network.policy = policy;
+        Ok(())
+    }
+
     /// Disconnects the interface of this index, which may be gone, and takes its card from the container.
     async fn remove(&mut self, card: CardNumber, index: u32) -> Result<(), TaskError> {
         self.network.set(card, Card::Lost);
@@ -417,13 +459,41 @@ mod tests {
     }
 
     #[test]
+    fn rules_that_differ_are_added_and_removed() {
+        let policy = |rules: [&str; 2]| Policy { rules: rules.map(message).to_vec(), routes: Vec::new() };
+        let change = change_of_rules(&policy(["a", "b"]), &policy(["b", "c"]));
+        assert_eq!((change.rules, change.removed_rules), (vec![message("c")], vec![message("a")]));
+    }
+
+    #[test]
+    fn the_kernels_route_comes_back_for_an_address_that_stays() {
+        // 10.1.2.3/24: struct ifaddrmsg, IFA_ADDRESS, IFA_LOCAL.
+        let body = [2, 24, 0, 0, 0, 0, 0, 0, 8, 0, 1, 0, 10, 1, 2, 3, 8, 0, 2, 0, 10, 1, 2, 3];
+        let address = NetlinkMessage { body: body.to_vec(), ..message("10.1.2.3/24") };
+        let route = network::kernels_route(&address).unwrap();
+        assert_eq!(route.what, "10.1.2.0/24");
+        let mut now = description("eth0", &[]);
+        now.addresses = vec![address.clone()];
+        let before = ConfigureNetworkRequest { absent_routes: vec![route.clone()], ..now.clone() };
+        assert_eq!(change(&before, &now).interface.routes, std::slice::from_ref(&route));
+        // It goes again, and the agent removes what is absent.
+        assert!(change(&now, &before).interface.routes.is_empty());
+        assert_eq!(change(&now, &before).interface.absent_routes, [route]);
+        // The guest's kernel adds that of an address that is new, and none for one that has gone.
+        let without = ConfigureNetworkRequest { addresses: Vec::new(), ..before.clone() };
+        assert!(change(&without, &now).interface.routes.is_empty());
+        assert!(change(&before, &description("eth0", &[])).interface.routes.is_empty());
+    }
+
+    #[test]
     fn an_interface_of_another_name_is_another() {
         let mut network = Network::new("demo");
         let used = |index, name| Card::Used { index, description: Box::new(description(name, &[])) };
         network.cards = vec![used(5, "eth0"), Card::Lost, used(6, "eth1"), used(7, "eth2")];
         let mut refused = found(5, "eth0");
         refused.described = Err(NetworkError::NoEthernet { name: "eth0".into() });
-        let scan = Scan { interfaces: vec![refused, found(7, "renamed")], has_name_server: false };
+        let interfaces = vec![refused, found(7, "renamed")];
+        let scan = Scan { interfaces, policy: Ok(Policy::default()), has_name_server: false };
         assert_eq!(network.vanished(&scan), [(CardNumber(2), 6), (CardNumber(3), 7)]);
         assert!(network.has(7) && !network.has(8));
     }

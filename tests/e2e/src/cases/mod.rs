@@ -25,6 +25,7 @@ mod leaks;
 mod lifecycle;
 mod limits;
 mod loggers;
+mod many_pods;
 mod memory;
 mod metrics;
 mod mounts;
@@ -83,6 +84,7 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::brief("pod_network", pod::network::CASES),
     Group::brief("pod_streams", pod::streams::CASES),
     Group::new("pods_at_once", pod::at_once::CASES),
+    Group::new("many_pods", many_pods::CASES),
     Group::new("pod_bad_input", pod::bad_input::CASES),
     Group::brief("sandboxer", pod::sandboxer::CASES),
     Group::new("docker", docker::CASES),

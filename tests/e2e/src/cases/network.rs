@@ -19,7 +19,7 @@ use crate::network::{
 pub(super) const CASES: &[Case] = &[
     Case::both("the_interface_is_the_one_of_the_namespace", interface),
     Case::both("the_routes_are_those_of_the_namespace", routes),
-    Case::both("an_interface_of_another_name_keeps_it", another_name),
+    Case::both("an_interface_of_another_name_keeps_it_with_ipv6_alone", another_name),
     Case::both("a_gateway_outside_of_every_subnet_is_reached", gateway_on_link),
     Case::both("ipv6_stays_off_where_it_is_off", ipv6_off),
     Case::both("a_namespace_without_an_interface_is_a_loopback", no_interface),
@@ -37,7 +37,8 @@ pub(super) const CASES: &[Case] = &[
     Case::both("three_interfaces_are_those_of_the_namespace", three_interfaces),
     Case::both("interfaces_come_and_go_while_it_runs", come_and_go),
     Case::bulkhead("nine_interfaces_are_refused_by_name", nine_interfaces),
-    Case::bulkhead("a_policy_route_is_refused_by_name", policy_route),
+    Case::both("rules_and_tables_of_routes_are_those_of_the_namespace", policy_routing),
+    Case::bulkhead("a_rule_that_a_guest_cannot_have_is_refused_by_name", refused_rule),
     Case::bulkhead("two_vms_cannot_share_a_namespace", shared_namespace),
 ];
 
@@ -109,8 +110,15 @@ fn another_name(host: &Host) -> Result<()> {
     let namespace = Namespace::new("uplink-1", &mac(3))?;
     ip(&format!("-n {} link set uplink-1 mtu 9000 up", namespace.name()))?;
     ip(&format!("link set {} mtu 9000 up", namespace.host_end()))?;
-    let finished =
-        sh(host, &namespace, "cd /sys/class/net/uplink-1; cat address mtu; ip -4 addr show uplink-1")?;
+    // It has addresses of IPv6 alone.
+    ip(&format!("-n {} addr add fd66::3/64 dev uplink-1 nodad", namespace.name()))?;
+    ip(&format!("-n {} route add default via fd66::1", namespace.name()))?;
+    ip(&format!("addr add fd66::1/64 dev {} nodad", namespace.host_end()))?;
+    let script = "cd /sys/class/net/uplink-1; cat address mtu; ping -c 1 -W 10 fd66::1 | grep 'bytes from'; \
+                  ip -6 route; ip -4 addr show uplink-1";
+    let finished = sh(host, &namespace, script)?;
+    finished.check("an answer by IPv6", finished.text().contains("bytes from fd66::1"))?;
+    finished.check("its route", finished.text().contains("default via fd66::1 dev uplink-1"))?;
     finished
         .succeeds()?
         .check("its MAC and MTU", finished.text().starts_with(&format!("{}\n9000\n", mac(3))))?;
@@ -477,11 +485,73 @@ fn nine_interfaces(host: &Host) -> Result<()> {
     does_not_start(host, &namespace, &[names, "at most 8", "not implemented"])
 }
 
-fn policy_route(host: &Host) -> Result<()> {
+/// What is compared of a namespace and of the container in it, as ip(8) shows it.
+const ROUTING: [&str; 7] = [
+    "rule",
+    "-6 rule",
+    "route",
+    "-6 route",
+    "route show table 100",
+    "-6 route show table 100",
+    "route show table 1000",
+];
+
+/// Waits until a container with the host's ip(8) shows what the namespace has on the host. Returns it.
+fn same_routing(host: &Host, namespace: &Namespace, task: &Task<'_>) -> Result<String> {
+    let mut expected = String::new();
+    for words in ROUTING {
+        expected += &ip(&format!("-n {} {words}", namespace.name()))?.text();
+    }
+    let script = ROUTING.map(|words| format!("/usr/bin/ip {words}")).join("; ");
+    settles(host, task, &script, &expected)?;
+    Ok(expected)
+}
+
+/// As the CNI plugin `sbr` has it: what has the address of an interface leaves by this interface. Its routes are in a
+/// table of their own, those of its subnet among them, and not in table main.
+fn policy_routing(host: &Host) -> Result<()> {
     let bridge = Bridge::new()?;
     let namespace = bridge.namespace(2)?;
-    ip(&format!("-n {} route add 10.88.0.0/16 dev eth0 table 77", namespace.name()))?;
-    let words = ["interface eth0", "route 10.88.0.0/16", "table 77", "not implemented"];
+    let name = namespace.name();
+    namespace.add("net1", 25)?;
+    let (subnet, own) = ("10.76.25.0/24", address_in(25));
+    for words in [
+        format!("route del {subnet} dev net1"),
+        format!("route add {subnet} dev net1 proto kernel scope link src {own} table 100"),
+        format!("route add default via {} dev net1 table 100", gateway(25)),
+        format!("rule add from {own} lookup 100 priority 100"),
+        "rule add fwmark 0x10/0xf0 iif lo lookup 1000 priority 101".into(),
+        "route add unreachable default metric 9 table 1000".into(),
+        "rule add to 192.0.2.0/24 lookup main suppress_prefixlength 0 priority 102".into(),
+        "-6 route add default via fd77::9 dev eth0 table 100".into(),
+        "-6 rule add from fd77::/64 oif eth0 lookup 100 priority 103".into(),
+    ] {
+        ip(&format!("-n {name} {words}"))?;
+    }
+    let mut container = namespace.container(host).flags(["--null-io"]);
+    for (source, place) in [("/usr", "/usr"), ("/usr/lib", "/lib"), ("/usr/lib64", "/lib64")] {
+        container = container.bind(Path::new(source), place, "rbind:ro");
+    }
+    let task = container.detach(&["sleep", "1000"])?;
+    let seen = same_routing(host, &namespace, &task)?;
+    ensure!(seen.contains(&format!("100:\tfrom {own} lookup 100")), "no such rule in {seen}");
+    let way = ["/usr/bin/ip", "route", "get", "198.51.100.7", "from", &own];
+    let way = task.exec(&way)?;
+    way.check("the way by net1", way.text().contains(&format!("via {} dev net1", gateway(25))))?;
+    // What changes while it runs. Nothing of the interfaces does, so that this is seen by itself.
+    ip(&format!("-n {name} rule del priority 101"))?;
+    ip(&format!("-n {name} rule add not to 192.0.2.0/24 prohibit priority 104"))?;
+    same_routing(host, &namespace, &task)?;
+    ip(&format!("-n {name} route del unreachable default metric 9 table 1000"))?;
+    ip(&format!("-n {name} route add {subnet} dev net1 proto kernel scope link src {own}"))?;
+    same_routing(host, &namespace, &task).map(drop)
+}
+
+fn refused_rule(host: &Host) -> Result<()> {
+    let bridge = Bridge::new()?;
+    let namespace = bridge.namespace(2)?;
+    ip(&format!("-n {} rule add from all lookup 77 suppress_ifgroup 5 priority 100", namespace.name()))?;
+    let words = ["rule 100: from all lookup 77", "suppress_ifgroup 5", "not implemented"];
     does_not_start(host, &namespace, &words)
 }
 

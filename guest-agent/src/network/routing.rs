@@ -1,0 +1,103 @@
+//! Rules of policy routing, and routes that belong to no interface, in a container's network namespace.
+
+use std::{io, os::fd::BorrowedFd};
+
+use bulkhead_agent_api::agent::{ChangeRoutingRequest, NetlinkMessage};
+use nix::sched::{CloneFlags, setns};
+
+use super::{NetworkError, netlink::Socket};
+
+/// Changes them in the network namespace of the process `pidfd`, and leaves this thread in it.
+pub fn change(pidfd: BorrowedFd<'_>, request: &ChangeRoutingRequest) -> Result<(), NetworkError> {
+    setns(pidfd, CloneFlags::CLONE_NEWNET).map_err(|errno| NetworkError::Namespace(errno.into()))?;
+    apply(request)
+}
+
+/// Changes them in the network namespace of this thread. New rules come before old ones go, so that a packet always
+/// finds a table. Of routes it is the other way round: the kernel has one for each destination and metric.
+fn apply(request: &ChangeRoutingRequest) -> Result<(), NetworkError> {
+    let failed = |action: String| |source| NetworkError::Routing { action, source };
+    let socket = Socket::open().map_err(failed("opening a netlink socket".into()))?;
+    type Act = fn(&Socket, &[u8]) -> io::Result<()>;
+    let steps: [(&str, &[NetlinkMessage], Act); 4] = [
+        ("removing the route", &request.removed_routes, Socket::remove_route_of_none),
+        ("adding the route", &request.routes, Socket::add_route_of_none),
+        ("adding the rule", &request.rules, Socket::add_rule),
+        ("removing the rule", &request.removed_rules, Socket::remove_rule),
+    ];
+    for (action, messages, act) in steps {
+        for NetlinkMessage { what, body, .. } in messages {
+            act(&socket, body).map_err(failed(format!("{action} {what}")))?;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{process::Command, thread};
+
+    use nix::sched::unshare;
+
+    use super::*;
+
+    /// Does this in a network namespace of its own.
+    fn apart<T: Send>(work: impl FnOnce() -> T + Send) -> T {
+        let work = || {
+            unshare(CloneFlags::CLONE_NEWNET).expect("these tests make network namespaces: run them as root");
+            work()
+        };
+        thread::scope(|scope| scope.spawn(work).join().unwrap())
+    }
+
+    fn message(what: &str, parts: &[&[u8]]) -> NetlinkMessage {
+        NetlinkMessage { what: what.into(), body: parts.concat(), ..Default::default() }
+    }
+
+    /// `from 10.1.2.3 lookup 100` of this priority: a struct fib_rule_hdr, FRA_SRC, FRA_PRIORITY and FRA_TABLE.
+    fn rule(priority: u8) -> NetlinkMessage {
+        let header = [2, 0, 32, 0, 100, 0, 0, 1, 0, 0, 0, 0];
+        let (source, table) = ([8, 0, 2, 0, 10, 1, 2, 3], [8, 0, 15, 0, 100, 0, 0, 0]);
+        message("77: from 10.1.2.3", &[&header, &source, &[8, 0, 6, 0, priority, 0, 0, 0], &table])
+    }
+
+    /// `blackhole default table 100`: a struct rtmsg of protocol boot.
+    fn route() -> NetlinkMessage {
+        message("blackhole default", &[&[2, 0, 0, 0, 100, 3, 0, 6, 0, 0, 0, 0]])
+    }
+
+    /// What `ip` says, if this machine has it.
+    fn ip(words: &str) -> Option<String> {
+        let said = Command::new("ip").args(words.split(' ')).output().ok()?;
+        Some(String::from_utf8(said.stdout).unwrap())
+    }
+
+    #[test]
+    fn rules_and_routes_come_and_go_and_again_is_no_error() {
+        apart(|| {
+            let mut wanted = ChangeRoutingRequest::new();
+            (wanted.rules, wanted.routes) = (vec![rule(77)], vec![route()]);
+            for _ in 0..2 {
+                apply(&wanted).unwrap();
+                let Some(rules) = ip("rule") else { return };
+                assert_eq!(rules.matches("77:\tfrom 10.1.2.3 lookup 100").count(), 1, "{rules}");
+                assert_eq!(ip("route show table 100").unwrap().trim(), "blackhole default");
+            }
+            let mut wanted = ChangeRoutingRequest::new();
+            (wanted.removed_rules, wanted.removed_routes) = (vec![rule(77)], vec![route()]);
+            for _ in 0..2 {
+                apply(&wanted).unwrap();
+                assert!(!ip("rule").unwrap().contains("10.1.2.3"));
+                assert_eq!(ip("route show table 100").unwrap(), "");
+            }
+        });
+    }
+
+    #[test]
+    fn what_fails_is_named() {
+        let mut wanted = ChangeRoutingRequest::new();
+        wanted.rules = vec![message("77: from all lookup 0", &[&[2, 0, 0, 0, 0, 0, 0, 0]])];
+        let error = apart(|| apply(&wanted).unwrap_err().to_string());
+        assert!(error.starts_with("adding the rule 77: from all lookup 0: "), "{error}");
+    }
+}
