@@ -17,7 +17,7 @@ use ttrpc::proto::{MESSAGE_TYPE_DATA, MESSAGE_TYPE_RESPONSE, MessageHeader, Resp
 use super::check_text;
 use crate::{
     guest::{
-        agent::{Agent, AgentError, NewContainer},
+        agent::{Agent, AgentError, NewContainer, OfHost},
         clock_discipline::Correction,
         stats,
     },

@@ -352,6 +352,21 @@ mod tests {
     }
 
     #[test]
+    fn what_the_host_mounts_later_comes_to_who_asks_for_it() {
+        let pod = Pod::new();
+        let data = pod.bind("data", ReadOnly::None);
+        let below = data.source.join("below");
+        fs::create_dir(&below).unwrap();
+        mount(Some(&data.source), &data.source, None::<&str>, MsFlags::MS_BIND, None::<&str>).unwrap();
+        mount(None::<&str>, &data.source, None::<&str>, MsFlags::MS_SHARED, None::<&str>).unwrap();
+        let slave = BindMount { propagation: Propagation::Slave, ..data.clone() };
+        let (slave, private) = (pod.mount("a", &slave), pod.mount("b", &data));
+        mount(Some("t"), &below, Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
+        fs::write(below.join("file"), "").unwrap();
+        assert!(slave.join("below/file").exists() && !private.join("below/file").exists());
+    }
+
+    #[test]
     fn one_that_is_being_mounted_keeps_nobody_waiting() {
         let pod = Pod::new();
         let bind = pod.bind("data", ReadOnly::None);
