@@ -62,7 +62,7 @@ pub(crate) enum Command {
     },
     /// Prints or serves metrics of all pods of this host, for Prometheus.
     ///
-    /// The text has Prometheus's text format. The page operations.md lists the metrics.
+    /// The text has Prometheus's text format. The page observability.md lists the metrics.
     Metrics {
         /// Serves the metrics by HTTP at this address until SIGTERM or SIGINT, with the path /metrics.
         ///

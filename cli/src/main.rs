@@ -172,11 +172,13 @@ mod tests {
     }
 
     /// The pages whose commands of `bulkhead` between backticks are parsed.
-    const PAGES: [&str; 6] = [
+    const PAGES: [&str; 8] = [
         include_str!("../../README.md"),
         include_str!("../../docs/host-hardening.md"),
+        include_str!("../../docs/observability.md"),
         include_str!("../../docs/operations.md"),
         include_str!("../../docs/quickstart-kubernetes.md"),
+        include_str!("../../docs/resources.md"),
         include_str!("../../docs/test-runners.md"),
         include_str!("../../docs/troubleshooting.md"),
     ];

@@ -5,6 +5,11 @@
 //! container of a pod has a cgroup that is limited to seven eighths of that. So a fork bomb or a memory leak reaches
 //! its own limit first. An eighth is left for the others, which is enough to continue and to start one more process.
 //! The container does not see these limits. Its own cgroup, with the limits of its spec, is below.
+//!
+//! The limit of the memory of all begins when the guest first has less memory than before, or when the agent takes huge
+//! pages for the containers. Added memory comes online a little later than the shim is told, and until the limit has
+//! followed, the kernel would kill a process that needs the memory. Without the limit the guest's memory itself is the
+//! limit, and the kernel kills processes of containers before the agent.
 
 mod demand;
 pub mod huge_pages;
@@ -108,10 +113,12 @@ pub struct Reserve {
 struct Memory {
     /// Memory of the guest for which the limits were set last, bytes.
     scaled_to: u64,
-    /// The most that the limits of all containers have been together, bytes.
+    /// The most that the limits of all containers and the room for pages of programs have been together, bytes.
     promised: u64,
     /// The processes and threads that the host allows the pod. None: it has no limit.
     tasks_of_host: Option<u64>,
+    /// Whether the memory of all containers together has a limit. It begins with [`Boot::lower`].
+    is_limited: bool,
     /// Whether the guest gets more memory when the containers need it.
     can_grow: bool,
     /// Where the kernel begins to slow down containers that take memory.
@@ -209,8 +216,7 @@ impl Reserve {
         memory.scale_to_present(&boot)?;
         memory.follow_pool(pool::present)?;
         match memory.scaled_to {
-            // At first there is no limit yet, which is more than any.
-            now if before == 0 || now < before => boot.lower(&mut memory),
+            now if now < before => boot.lower(&mut memory),
             now if now > before || memory.held() < held => boot.set(&mut memory),
             _ => Ok(()),
         }
@@ -222,6 +228,7 @@ impl Reserve {
         let Some(boot) = self.boot else { return Ok(()) };
         for name in HOST_PARAMETERS {
             let Some(value) = parameters.get(name) else { continue };
+            let value = &no_more_than_fits(name, value, boot.memory);
             // The guest's kernel may be of another version, and know other limits of a value.
             if let Err(error) = set_if_there(name, value) {
                 eprintln!("bulkhead-agent: {name} is not {value:.32?} as on the host: {error}");
@@ -229,7 +236,7 @@ impl Reserve {
         }
         let mut memory = self.lock();
         memory.tasks_of_host = tasks;
-        boot.lower(&mut memory)
+        boot.set(&mut memory)
     }
 
     /// Takes the huge pages of the pool from what the containers may use. The guest may have got memory for them. It is
@@ -245,14 +252,12 @@ impl Reserve {
     /// Takes so many bytes from what the containers may use: the agent holds them for the containers. Replaces what was
     /// held before.
     pub fn hold(&self, bytes: u64) -> io::Result<()> {
+        let Some(boot) = self.boot else { return Ok(()) };
         let mut memory = self.lock();
-        let is_more = bytes > memory.written;
+        memory.scale_to_present(&boot)?;
+        let is_less_for_containers = bytes > memory.written && memory.is_limited;
         memory.written = bytes;
-        match self.boot {
-            Some(boot) if is_more => boot.lower(&mut memory),
-            Some(boot) => boot.set(&mut memory),
-            None => Ok(()),
-        }
+        if is_less_for_containers { boot.lower(&mut memory) } else { boot.set(&mut memory) }
     }
 
     /// Sets the limits of all containers. Again when the own limit of one has changed.
@@ -300,6 +305,7 @@ impl Boot {
 
     /// The containers may use less than before.
     fn lower(self, memory: &mut Memory) -> io::Result<()> {
+        memory.is_limited = true;
         containers::set_ceilings(self.of_all_by_limits(memory), self.of_member(memory))?;
         self.set_mark(memory)
     }
@@ -362,6 +368,15 @@ fn socket_memory(pressure: u64) -> String {
 /// The connections that are tracked in a guest of so much memory.
 fn connections(memory: u64) -> u64 {
     (memory / MEMORY_PER_CONNECTION).clamp(LEAST_CONNECTIONS, MOST_CONNECTIONS)
+}
+
+/// A pending AIO request is charged to no container. So a guest has no more than one for each page of its memory, which
+/// take a sixteenth of it.
+fn no_more_than_fits(name: &str, value: &str, memory: u64) -> String {
+    match value.parse::<u64>() {
+        Ok(number) if name == "fs/aio-max-nr" => number.min(memory / PAGE).to_string(),
+        _ => value.to_owned(),
+    }
 }
 
 /// What the kernel would have computed, if it had so much memory `now` at boot.

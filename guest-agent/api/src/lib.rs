@@ -63,7 +63,8 @@ pub const HUGE_PAGE_SIZE: &str = "2MB";
 pub const PROGRAMS: u64 = 32 << 20;
 
 /// Kernel parameters without a namespace that programs are told to raise on their host, as files below /proc/sys. A
-/// guest has the host's numbers. What they limit is charged to the container, or takes nothing by itself.
+/// guest has the host's numbers. What they limit is charged to the container or takes nothing by itself, except for
+/// `fs/aio-max-nr`, of which a small guest has less.
 pub const HOST_PARAMETERS: [&str; 8] = [
     "fs/aio-max-nr",
     "fs/file-max",

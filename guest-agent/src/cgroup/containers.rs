@@ -85,11 +85,11 @@ pub fn promised_memory() -> io::Result<u64> {
     Ok(if sum == 0 { 0 } else { sum.saturating_add(PROGRAMS) })
 }
 
-/// Raises what all containers may use together, and what each container may that has a ceiling. Nothing is lowered, so
-/// the kernel never has to reclaim memory here.
+/// Raises the memory that all containers may use together, and that each container may that has a ceiling, and sets the
+/// tasks. No memory limit is lowered, so the kernel never has to reclaim memory here. No limit is more than any.
 pub fn raise_ceilings(of_all: Ceiling, of_member: Ceiling) -> io::Result<()> {
     raise(&all().join("memory.max"), of_all.memory)?;
-    raise(&all().join("pids.max"), of_all.tasks)?;
+    write(&all().join("pids.max"), &text_of(of_all.tasks))?;
     for around in each()? {
         match raise_ceiling(&around, of_member) {
             // The container is deleted meanwhile.
@@ -145,7 +145,7 @@ fn raise_ceiling(around: &Path, ceiling: Ceiling) -> io::Result<()> {
     }
     let Ceiling { memory, tasks } = ceiling_of(around, ceiling)?;
     raise(&around.join("memory.max"), memory)?;
-    raise(&around.join("pids.max"), tasks)
+    write(&around.join("pids.max"), &text_of(tasks))
 }
 
 /// Writes a limit, unless the present one is as high.

@@ -40,11 +40,11 @@ impl Socket {
     }
 
     /// `body` begins with a `struct rtmsg`; the route goes through the interface `index`. It may be one of several to
-    /// the same destination.
+    /// the same destination. That the same one is there is no error: the kernel may have added it by itself.
     pub(super) fn add_route(&self, body: &[u8], index: u32) -> io::Result<()> {
         let mut body = body.to_vec();
         put_attribute(&mut body, libc::RTA_OIF, &index.to_ne_bytes());
-        self.request(libc::RTM_NEWROUTE, libc::NLM_F_CREATE | libc::NLM_F_APPEND, &body)
+        there(self.request(libc::RTM_NEWROUTE, libc::NLM_F_CREATE | libc::NLM_F_APPEND, &body))
     }
 
     /// `body` begins with a `struct ndmsg`.
@@ -79,10 +79,12 @@ impl Socket {
         gone(self.request(libc::RTM_DELRULE, 0, body))
     }
 
-    /// Adds a route that goes through no interface, or through the one that it names, unless it is there. `body` begins
-    /// with a `struct rtmsg`.
+    /// Adds a route that goes through no interface, or through the one that it names. It replaces one to the same
+    /// destination with the same metric and table, which the host has no more. Otherwise what is to be dropped would go
+    /// through an interface until that route is removed, and then by another table. `body` begins with a `struct
+    /// rtmsg`.
     pub(super) fn add_route_of_none(&self, body: &[u8]) -> io::Result<()> {
-        there(self.request(libc::RTM_NEWROUTE, libc::NLM_F_CREATE | libc::NLM_F_EXCL, body))
+        self.request(libc::RTM_NEWROUTE, libc::NLM_F_CREATE | libc::NLM_F_REPLACE, body)
     }
 
     /// Removes one that is as in [`Socket::add_route_of_none`].

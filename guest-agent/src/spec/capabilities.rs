@@ -77,9 +77,9 @@ fn mask(set: &str, names: Option<&[String]>) -> u64 {
     let names = names.unwrap_or_default();
     let is_unknown = |name: &&String| number(name).is_none();
     if let Some(name) = names.iter().find(is_unknown) {
-        let others = names.iter().filter(is_unknown).count() - 1;
+        let count = names.iter().filter(is_unknown).count();
         eprintln!(
-            "bulkhead-agent: process.capabilities.{set}: {name:.64?} and {others} others are unknown, and left out"
+            "bulkhead-agent: process.capabilities.{set}: unknown names are left out: {name:.64?} ({count} in all)"
         );
     }
     names.iter().filter_map(|name| number(name)).fold(0, |mask, number| mask | 1 << number)

@@ -70,8 +70,8 @@ pub(crate) struct Cpuset {
     pub(crate) mems: Option<String>,
 }
 
-/// The fewest processes and threads that a cgroup above this one allows: kubelet's `podPidsLimit` is such a limit. None:
-/// there is no limit, or the controller is missing.
+/// The fewest processes and threads that a cgroup above this one allows: kubelet's `podPidsLimit` is such a limit.
+/// None: there is no limit, or the controller is missing.
 pub(crate) fn tasks_above(cgroup: &Cgroup) -> Result<Option<u64>, CgroupError> {
     let v1 = cgroup.directories.iter().find(|directory| directory.has_v1("pids"));
     let Some(directory) = v1.or_else(|| cgroup.directories.iter().find(|one| one.is_unified)) else {

@@ -181,7 +181,7 @@ pub(crate) enum RootfsError {
     Datagrams { index: usize, path: PathBuf },
     #[error(
         "mounts[{index}].source: {path} (character device {major}:{minor}) is not implemented: the guest's kernel does \
-         not have this device (docs/operations.md lists those that it has); use runc for this container"
+         not have this device (docs/resources.md lists those that it has); use runc for this container"
     )]
     Device { index: usize, path: PathBuf, major: u32, minor: u32 },
     #[error(

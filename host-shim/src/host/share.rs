@@ -214,6 +214,27 @@ mod tests {
         assert_eq!(look().len(), 3, "what is mounted in the source later stays on the host");
         journal.undo().unwrap();
         assert_eq!(look(), [""; 0]);
+
+        // Or comes too, if that was asked for.
+        let mut journal = Journal::open(&dir.path().join("container")).unwrap();
+        add(&mut journal, &share, "c", 1, |own| {
+            let bound = BindMount {
+                index: 0,
+                source: source.clone(),
+                recursive: true,
+                read_only: ReadOnly::None,
+                propagation: Propagation::Slave,
+                is_of_pod: false,
+            };
+            bind_source(&bound, &own.join("0"))
+        })
+        .unwrap();
+        let before = look().len();
+        fs::create_dir(source.join("even later")).unwrap();
+        mount(Some("t"), &source.join("even later"), Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
+        assert_eq!(look().len(), before + 1);
+        journal.undo().unwrap();
+        assert_eq!(look(), [""; 0]);
         drop(ask);
         jail.join().unwrap();
         sandbox.undo().unwrap();

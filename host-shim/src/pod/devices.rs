@@ -309,7 +309,7 @@ fn check_rules(rules: &[DeviceRule], disks: &[&Disk]) -> Result<(), RequestError
             return Err(unimplemented(
                 format!("linux.resources.devices[{index}] (access to the {kind} device {major}:{minor})"),
                 ": the container has no such device. A block device of the host needs a node too (linux.devices, \
-                 docker run --device); docs/operations.md lists the character devices that the guest's kernel has",
+                 docker run --device); docs/resources.md lists the character devices that the guest's kernel has",
             ));
         }
     }
@@ -346,7 +346,7 @@ fn refusal(device: &Device) -> RequestError {
     let hint = if device.numbers() == KVM {
         ": the guest cannot run VMs; use runc for this container"
     } else {
-        ": the guest's kernel does not have this device (docs/operations.md lists those that it has); use runc for \
+        ": the guest's kernel does not have this device (docs/resources.md lists those that it has); use runc for \
          this container"
     };
     unimplemented(

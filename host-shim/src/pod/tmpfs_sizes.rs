@@ -7,7 +7,8 @@ use serde_json::Value;
 
 /// Bytes of a page, and of the memory for which Linux allows one file.
 const PAGE: u64 = 4096;
-/// The smallest guest allows as many files as fit in so many bytes, such as /dev and /dev/shm have.
+/// Up to this size, as /dev and /dev/shm have it, a tmpfs keeps the guest's own number of files, and so the options
+/// that it shows on runc: the smallest guest allows one for each page of it.
 const SMALL: u64 = 64 << 20;
 
 /// Writes the sizes into a spec, for a host with so much memory (bytes).
@@ -45,11 +46,13 @@ fn give_options(options: &mut Vec<Value>, memory: u64) {
             *option = format!("size={bytes}").into();
         }
     }
+    // In whole pages, as the kernel counts (mm/shmem.c, shmem_default_max_blocks).
+    let half = memory / PAGE / 2;
     if !has_size {
-        options.push(format!("size={}", memory / 2).into());
+        options.push(format!("size={}", half * PAGE).into());
     }
     if !has_inodes && !is_small {
-        options.push(format!("nr_inodes={}", memory / PAGE / 2).into());
+        options.push(format!("nr_inodes={half}").into());
     }
 }
 

@@ -88,7 +88,9 @@ pub(crate) fn start(args: &Args) -> Result<Vec<u8>, StartError> {
     let mut args = args.clone();
     let options = match &params {
         Some(params) => {
-            params.extensions.iter().map(|extension| extension.value.clone().unwrap_or_default()).collect()
+            let values =
+                params.extensions.iter().map(|extension| extension.value.clone().unwrap_or_default());
+            values.filter(Options::are_in).collect()
         }
         None => Any::parse_from_bytes(&input).into_iter().collect::<Vec<_>>(),
     };

@@ -74,6 +74,11 @@ struct Section {
 }
 
 impl Options {
+    /// Whether a message has options that can be read. containerd 2.3 sends messages of other kinds beside them.
+    pub(crate) fn are_in(message: &Any) -> bool {
+        matches!(message.type_url.rsplit('/').next(), Some(GENERIC | RUNC))
+    }
+
     /// Reads the message. An empty one, without a type, has no options.
     pub(crate) fn read(message: &Any) -> Result<Self, OptionsError> {
         match message.type_url.rsplit('/').next() {
@@ -177,8 +182,9 @@ mod tests {
         assert_eq!(generic("", "BinaryName = \"crun\""), Err(named("BinaryName")));
         assert_eq!(generic("", "SystemdCgroup = true"), Ok(Options::default()));
         assert_eq!(Options::read(&Any::new()).unwrap(), Options::default());
-        let other =
-            Options::read(&message("another.Options", &runc::Options::new())).unwrap_err().to_string();
+        let other = message("another.Options", &runc::Options::new());
+        assert!(!Options::are_in(&other) && Options::are_in(&message(RUNC, &runc::Options::new())));
+        let other = Options::read(&other).unwrap_err().to_string();
         assert!(other.contains("\"another.Options\", which is another runtime's"), "{other}");
         let mut broken = message(GENERIC, &generic::Options::new());
         broken.value = vec![0xff];

@@ -31,7 +31,7 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "huge pages of a container (`hugepages-2Mi`): not refused, but they are the guest's, and the host's pool \
          stays unused; a mount of a hugetlbfs of the host has other files than on the host, and is refused if neither \
          a limit nor a size says how many pages there are",
-        "the VM gets ordinary memory for them (docs/operations.md, Huge pages of containers)",
+        "the VM gets ordinary memory for them (docs/resources.md, Huge pages of containers)",
     ),
     ("huge pages of 1 GiB", "the guest has none"),
     (
@@ -43,11 +43,12 @@ const DIFFERENCES: &[(&str, &str)] = &[
     (
         "huge pages of a container count for `memory.max` of its pod's cgroup: not refused, but a pod of kubelet needs a \
          larger overhead for them",
-        "they are ordinary memory of the VM (docs/operations.md, Huge pages of containers)",
+        "they are ordinary memory of the VM (docs/resources.md, Huge pages of containers)",
     ),
     (
-        "more than eight network interfaces in a pod, interfaces that are no Ethernet, routes with several next hops, rules of \
-         policy routing by `suppress_ifgroup`, `l3mdev`, `tun_id` or realms",
+        "more than eight network interfaces in a pod, interfaces that are no Ethernet, routes through an interface that \
+         have several next hops, are encapsulated or are not unicast, rules of policy routing by `suppress_ifgroup`, \
+         `l3mdev`, `tun_id`, realms or a selector that is newer than Linux 6.12, more than 1,024 rules or 4,096 routes",
         "not built yet",
     ),
     (
@@ -73,7 +74,7 @@ const DIFFERENCES: &[(&str, &str)] = &[
     ),
     (
         "nodes of character devices (`docker run --device` and `--volume`, device plugins) other than those that \
-         docs/operations.md lists. A privileged container, which gets all nodes of its host unasked, has these alone, \
+         docs/resources.md lists. A privileged container, which gets all nodes of its host unasked, has these alone, \
          not refused, and the block devices that it asks for",
         "the guest's kernel has no such device, and the host's are not passed through",
     ),
@@ -114,7 +115,7 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "sockets of the host's services (`-v /var/run/docker.sock:...`): those of datagrams (`/dev/log`) are refused. Not \
          refused: SCM_RIGHTS and SCM_CREDENTIALS do not pass, the service sees the shim's pid, and a connection to a \
          service that has ended is accepted and ends at once",
-        "the shim forwards streams of bytes (docs/operations.md, Sockets of the host's services)",
+        "the shim forwards streams of bytes (docs/resources.md, Sockets of the host's services)",
     ),
     (
         "sockets in a directory of the host that a container mounts: not refused, but a connection is (ECONNREFUSED), \
@@ -125,7 +126,7 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "inotify events of what the host changes in a volume: not refused, but there are none; ConfigMap, Secret, \
          downward API and projected volumes have them, if they take at most 3 MiB each and 16 MiB together",
         "virtio-fs has no notifications in Linux: who opens a file sees the change; the guest has copies of those \
-         volumes (docs/operations.md, Volumes that kubelet keeps up to date)",
+         volumes (docs/resources.md, Volumes that kubelet keeps up to date)",
     ),
     (
         "locks of files (flock(2), fcntl(2)): not refused, but they concern the containers of the pod alone, not the host \
@@ -147,6 +148,16 @@ const DIFFERENCES: &[(&str, &str)] = &[
     (
         "a FIFO between a container and the host: not refused, but what one end writes does not come to the other",
         "each kernel has a pipe of its own; containers of a pod share theirs",
+    ),
+    (
+        "syncfs(2) on files of the host: not refused, but it syncs all file systems of volumes, or of roots, that the pod \
+         has used, waits for the slowest, and returns the error of any. sync(2) syncs these, not all of the host's",
+        "the request does not say which file system is meant (docs/architecture.md, Files)",
+    ),
+    (
+        "name_to_handle_at(2), open_by_handle_at(2) and FIGETBSZ on files of a root: they work, where overlayfs refuses \
+         them on runc, and all files of a root have one `st_dev`",
+        "the guest sees one FUSE file system",
     ),
     ("`lsattr` and `chattr` (ENOTTY) on files of the host", "not built yet"),
     (
@@ -210,9 +221,10 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "the numbers in a guest begin at 0",
     ),
     (
-        "parameters of the host's kernel without a namespace (`/proc/sys`): not refused, but a container sees those of its \
-         guest; it has the host's `vm.max_map_count`, `fs.file-max`, `fs.nr_open`, `fs.aio-max-nr`, `fs.pipe-max-size`, \
-         `fs.inotify.max_user_instances`, `net.core.rmem_max` and `net.core.wmem_max` as they were when the pod started",
+        "parameters of the host's kernel without a namespace (`/proc/sys`): not refused, but a container sees those of \
+         its guest. It has the host's `vm.max_map_count`, `fs.file-max`, `fs.nr_open`, `fs.aio-max-nr`, \
+         `fs.pipe-max-size`, `fs.inotify.max_user_instances`, `net.core.rmem_max` and `net.core.wmem_max` as they were \
+         when the pod started",
         "the guest has a kernel of its own (docs/architecture.md, Limits that go by the memory)",
     ),
     (
@@ -221,13 +233,13 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "the guest has no program that takes cores",
     ),
     (
-        "priorities of processes against those of other pods (`nice`, real-time policies, `ioPriority`, \
-         `memory.reservation`): not refused, but they hold within the pod",
+        "priorities against processes of other pods (`nice`, real-time policies, `memory.reservation`): not refused, but \
+         they hold within the pod; `ioPriority` has no effect",
         "on the host a pod is one VM, which has the CPU shares of its containers",
     ),
     (
-        "the process of which `prestart`, `createRuntime` and `poststart` hooks are told: not refused, but its mount, PID \
-         and IPC namespaces are not the container's",
+        "the pid of which `prestart`, `createRuntime` and `poststart` hooks are told: not refused, but of its namespaces \
+         only the network namespace is the pod's",
         "it is a process of the host that stands for the container (docs/architecture.md, Pods)",
     ),
     ("NUMA nodes of a cpuset: not refused, but the container sees node 0", "a guest has one NUMA node"),
@@ -246,7 +258,7 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "`/proc/meminfo`, `free` and `sysinfo(2)` show the size that the pod's VM has now, not the host's memory: not \
          refused",
         "they are of the guest's kernel; a VM without a memory limit grows when its containers need more \
-         (docs/operations.md, Containers without a memory limit)",
+         (docs/resources.md, Containers without a memory limit)",
     ),
     (
         "`vm.overcommit_memory` is 1, not 0: not refused, but a mapping may be larger than all memory",

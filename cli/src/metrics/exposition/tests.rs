@@ -11,7 +11,7 @@ use bulkhead_host_shim::operator::{
 use super::*;
 
 const DASHBOARD: &str = include_str!("../../../../contrib/grafana/bulkhead.json");
-const PAGE: &str = include_str!("../../../../docs/operations.md");
+const PAGE: &str = include_str!("../../../../docs/observability.md");
 
 /// A host with a pod of this id, of which everything is known.
 fn node(id: &str) -> Node {

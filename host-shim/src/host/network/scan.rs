@@ -297,7 +297,9 @@ fn is_kernels(route: &RouteMessage) -> bool {
     let RouteHeader { address_family, protocol, .. } = route.header;
     let ours = matches!(address_family, AddressFamily::Inet | AddressFamily::Inet6);
     let made = matches!(protocol, RouteProtocol::Kernel | RouteProtocol::Ra | RouteProtocol::IcmpRedirect);
-    !ours || made && matches!(table_of(route), NO_TABLE | MAIN_TABLE | LOCAL_TABLE)
+    // Older kernels say that somebody else has made that of IPv6 for multicast (ff00::/8).
+    let is_multicast = route.header.kind == RouteType::Multicast && table_of(route) == LOCAL_TABLE;
+    !ours || is_multicast || made && matches!(table_of(route), NO_TABLE | MAIN_TABLE | LOCAL_TABLE)
 }
 
 /// The interface through which a route goes.
@@ -322,7 +324,7 @@ fn given_route(interface: &str, index: u32, route: RouteMessage) -> Result<Route
     let refused = |what: String| {
         Err(NetworkError::Route { interface: interface.into(), route: name_of_route(&route), what })
     };
-    if route.header.kind != RouteType::Unicast {
+    if !matches!(route.header.kind, RouteType::Unicast | RouteType::Local) {
         return refused(format!("the type {:?}", route.header.kind));
     }
     let mut given = RouteMessage::default();

@@ -45,6 +45,8 @@ pub(super) struct Network {
     cards: Vec<Card>,
     /// What the guest has of rules.
     policy: Policy,
+    /// What it may have as well, because a change has failed.
+    tried: Option<Policy>,
     /// Ends with the VM, or when it is dropped.
     name_server: Option<NameServer>,
     follows: Option<Follows>,
@@ -76,7 +78,7 @@ impl Drop for Follows {
 impl Network {
     fn new(container: &str) -> Self {
         let (cards, policy) = (vec![Card::Free], Policy::default());
-        Self { container: container.into(), cards, policy, name_server: None, follows: None }
+        Self { container: container.into(), cards, policy, tried: None, name_server: None, follows: None }
     }
 
     /// The cards that are interfaces.
@@ -126,15 +128,25 @@ fn only_in(these: &[NetlinkMessage], others: &[NetlinkMessage]) -> Vec<NetlinkMe
     these.iter().filter(|message| !others.contains(message)).cloned().collect()
 }
 
-/// What is to change so that the rules of `before` become those of `now`.
-fn change_of_rules(before: &Policy, now: &Policy) -> ChangeRoutingRequest {
-    ChangeRoutingRequest {
+/// Rules, and routes, that the guest may have after changes that failed. More are forgotten.
+const MOST_TRIED: usize = 8192;
+
+/// What is to change so that the rules of `before` become those of `now`. If a change to `tried` has failed, the guest
+/// may have any of both: it adds all of `now`, where what is there already is no error, and removes all others.
+fn change_of_rules(before: &Policy, tried: Option<&Policy>, now: &Policy) -> ChangeRoutingRequest {
+    let mut change = ChangeRoutingRequest {
         rules: only_in(&now.rules, &before.rules),
         routes: only_in(&now.routes, &before.routes),
         removed_rules: only_in(&before.rules, &now.rules),
         removed_routes: only_in(&before.routes, &now.routes),
         ..Default::default()
+    };
+    if let Some(tried) = tried {
+        (change.rules, change.routes) = (now.rules.clone(), now.routes.clone());
+        change.removed_rules.extend(only_in(&tried.rules, &now.rules));
+        change.removed_routes.extend(only_in(&tried.routes, &now.routes));
     }
+    change
 }
 
 /// What is to change so that `before` becomes `now`.
@@ -146,7 +158,10 @@ fn change(before: &ConfigureNetworkRequest, now: &ConfigureNetworkRequest) -> Ch
     let stay = now.addresses.iter().filter(|address| before.addresses.contains(address));
     let is_back =
         |route: &NetlinkMessage| before.absent_routes.contains(route) && !now.absent_routes.contains(route);
-    interface.routes.splice(0..0, stay.filter_map(network::kernels_route).filter(is_back));
+    // When an interface comes up, the kernel adds them by itself, and while it is down it refuses them.
+    if before.up && now.up {
+        interface.routes.splice(0..0, stay.filter_map(network::kernels_route).filter(is_back));
+    }
     interface.neighbours = only_in(&now.neighbours, &before.neighbours);
     let mut change = ChangeNetworkRequest::new();
     change.interface = Some(interface).into();
@@ -376,12 +391,18 @@ impl Work<'_> {
 
     /// Has the guest have the host's rules.
     async fn change_rules(&mut self, policy: Policy) -> Result<(), TaskError> {
-        if policy == self.network.policy {
+        if policy == self.network.policy && self.network.tried.is_none() {
             return Ok(());
         }
-        let change = change_of_rules(&self.network.policy, &policy);
+        let change = change_of_rules(&self.network.policy, self.network.tried.as_ref(), &policy);
+        let tried =
+            self.network.tried.get_or_insert_with(|| Policy { rules: Vec::new(), routes: Vec::new() });
+        tried.rules.extend(only_in(&policy.rules, &tried.rules));
+        tried.routes.extend(only_in(&policy.routes, &tried.routes));
+        tried.rules.truncate(MOST_TRIED);
+        tried.routes.truncate(MOST_TRIED);
         self.guest.agent.change_routing(&self.network.container, change).await?;
-        self.network.policy = policy;
+        (self.network.policy, self.network.tried) = (policy, None);
         Ok(())
     }
 
@@ -461,8 +482,12 @@ mod tests {
     #[test]
     fn rules_that_differ_are_added_and_removed() {
         let policy = |rules: [&str; 2]| Policy { rules: rules.map(message).to_vec(), routes: Vec::new() };
-        let change = change_of_rules(&policy(["a", "b"]), &policy(["b", "c"]));
+        let change = change_of_rules(&policy(["a", "b"]), None, &policy(["b", "c"]));
         assert_eq!((change.rules, change.removed_rules), (vec![message("c")], vec![message("a")]));
+        // The guest may have what was tried, or not, or a part of it.
+        let change = change_of_rules(&policy(["a", "b"]), Some(&policy(["c", "d"])), &policy(["a", "c"]));
+        assert_eq!(change.rules, [message("a"), message("c")]);
+        assert_eq!(change.removed_rules, [message("b"), message("d")]);
     }
 
     #[test]
@@ -473,9 +498,13 @@ mod tests {
         let route = network::kernels_route(&address).unwrap();
         assert_eq!(route.what, "10.1.2.0/24");
         let mut now = description("eth0", &[]);
-        now.addresses = vec![address.clone()];
+        (now.addresses, now.up) = (vec![address.clone()], true);
         let before = ConfigureNetworkRequest { absent_routes: vec![route.clone()], ..now.clone() };
         assert_eq!(change(&before, &now).interface.routes, std::slice::from_ref(&route));
+        // While it is down there are none, and the kernel adds them when it comes up.
+        let down = ConfigureNetworkRequest { absent_routes: Vec::new(), up: false, ..now.clone() };
+        assert!(change(&before, &down).interface.routes.is_empty());
+        assert!(change(&down, &now).interface.routes.is_empty());
         // It goes again, and the agent removes what is absent.
         assert!(change(&now, &before).interface.routes.is_empty());
         assert_eq!(change(&now, &before).interface.absent_routes, [route]);

@@ -30,7 +30,7 @@ pub(super) const CASES: &[Case] = &[
     Case::both("a_cgroup_of_the_systemd_driver_is_a_scope_in_its_slice", systemd_scope),
     Case::bulkhead("the_hosts_cgroup_is_limited_a_little_above_the_container", hosts_cgroup),
     Case::both("parameters_of_the_hosts_kernel_and_its_limit_of_processes_hold", of_host),
-    Case::bulkhead("the_guest_keeps_memory_and_processes_from_containers", kept),
+    Case::bulkhead("the_guest_keeps_processes_from_containers", kept),
     // On runc it is an error on hosts without such pages.
     Case::both("a_limit_of_huge_pages_that_are_not_there_is_named", no_huge_pages),
     // runc refuses a weight on a host whose kernel has none, and ignores the others.
@@ -247,7 +247,7 @@ fn hosts_cgroup(host: &Host) -> Result<()> {
 }
 
 fn of_host(host: &Host) -> Result<()> {
-    let mappings = Parameter::change("vm/max_map_count", "262145")?;
+    let mappings = Parameter::increase("vm/max_map_count")?;
     // As kubelet's podPidsLimit: in the cgroup above the container's. A VMM has fewer threads.
     let above = tempfile::Builder::new().prefix("e2e-few-").tempdir_in("/sys/fs/cgroup")?.keep();
     let few = Above(above.clone());
@@ -257,29 +257,33 @@ fn of_host(host: &Host) -> Result<()> {
     let script =
         "cat /proc/sys/vm/max_map_count; for i in $(seq 1 120); do sleep 1000 & done; echo all started";
     let finished = host.container().flags(["--cgroup", &cgroup]).run(&["sh", "-c", script])?;
+    let expected = format!("{}\n", mappings.now);
     drop((mappings, few));
-    finished.prints("262145\n")?.fails_with("can't fork")?;
+    finished.prints(&expected)?.fails_with("can't fork")?;
     Ok(())
 }
 
-/// A parameter of the host's kernel that is set back at the end.
+/// A parameter of the host's kernel that is one more until the end.
 struct Parameter {
     file: PathBuf,
-    before: String,
+    now: u64,
 }
 
 impl Parameter {
-    fn change(name: &str, value: &str) -> Result<Self> {
+    fn increase(name: &str) -> Result<Self> {
         let file = Path::new("/proc/sys").join(name);
         let before = fs::read_to_string(&file).with_context(|| format!("cannot read {}", file.display()))?;
-        fs::write(&file, value).with_context(|| format!("cannot write {}", file.display()))?;
-        Ok(Self { file, before })
+        let now = before.trim().parse::<u64>()? + 1;
+        fs::write(&file, now.to_string()).with_context(|| format!("cannot write {}", file.display()))?;
+        Ok(Self { file, now })
     }
 }
 
 impl Drop for Parameter {
     fn drop(&mut self) {
-        let _ = fs::write(&self.file, &self.before);
+        if let Err(error) = fs::write(&self.file, (self.now - 1).to_string()) {
+            println!("{} stays as the test has it: {error}", self.file.display());
+        }
     }
 }
 
@@ -288,29 +292,24 @@ struct Above(PathBuf);
 
 impl Drop for Above {
     fn drop(&mut self) {
-        let _ = fs::remove_dir(&self.0);
+        if let Err(error) = fs::remove_dir(&self.0) {
+            println!("{} stays: {error}", self.0.display());
+        }
     }
 }
 
-/// What is left to the guest's kernel and to the agent when containers take all that they can.
+/// What is left to the guest's kernel and to the agent when containers start all that they can.
 fn kept(host: &Host) -> Result<()> {
-    let script = "mkdir /tmp/all && mount -t cgroup2 cgroup /tmp/all && cd /tmp/all/containers && \
-        cat memory.max pids.max && sed -n 's/MemTotal: *\\([0-9]*\\) kB/\\1/p' /proc/meminfo && \
-        cat /proc/sys/kernel/threads-max";
+    let script = "mkdir /tmp/all && mount -t cgroup2 cgroup /tmp/all && \
+        cat /tmp/all/containers/pids.max /proc/sys/kernel/threads-max";
     let finished = host.container().flags(["--privileged"]).run(&["sh", "-c", script])?;
     let text = finished.succeeds()?.text();
     let numbers = text.lines().map(str::parse).collect::<Result<Vec<u64>, _>>();
     let numbers = numbers.with_context(|| format!("not limited: {text}"))?;
-    let [memory, tasks, all_kib, all_tasks] = numbers[..] else {
-        bail!("expected four numbers, came {text}")
-    };
+    let [tasks, all] = numbers[..] else { bail!("expected two numbers, came {text}") };
     ensure!(
-        memory < all_kib * 1024 && memory > all_kib * 1024 / 2,
-        "expected  a limit below the guest's memory of {all_kib} KiB\ncame      {memory} bytes"
-    );
-    ensure!(
-        tasks < all_tasks && tasks > all_tasks / 2,
-        "expected  a limit below the guest's {all_tasks} processes\ncame      {tasks}"
+        tasks < all && tasks > all / 2,
+        "expected  a limit below the guest's {all} processes\ncame      {tasks}"
     );
     Ok(())
 }

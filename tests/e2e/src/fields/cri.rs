@@ -184,7 +184,7 @@ pub(crate) const FIELDS: &[Row] = &[
         "pod_memory/containers_share_a_volume_of_huge_pages",
         "as in the OCI spec; by default, containerd passes on none, and the limit of the pod's cgroup counts alone; \
          kubelet leaves no room for the pages in `memory.max`, so the RuntimeClass needs a larger overhead \
-         (docs/operations.md, Huge pages of containers)",
+         (docs/resources.md, Huge pages of containers)",
     ),
     different(
         "LinuxContainerResources.unified",

@@ -110,7 +110,7 @@ pub(crate) const FLAGS: &[Row] = &[
     client("--log-opt", RESTARTS),
     honoured("--mac-address", ADDRESSES),
     different("--memory", LIMITS, "pages of files that are mapped privately, such as programs, do not count"),
-    different("--memory-reservation", MORE_LIMITS, "it keeps nothing from other containers"),
+    different("--memory-reservation", MORE_LIMITS, "it protects no memory: the pod has no other container"),
     different("--memory-swap", LIMITS, "the guest has no swap: what may be swapped on runc stays in memory"),
     client("--memory-swappiness", BY_DOCKER),
     different("--mount", MORE_FILES, MOUNTS),

@@ -13,13 +13,13 @@ const BLOCK_DEVICE: &str = "devices/a_block_device_is_the_hosts";
 const NO_DEVICE: &str = "devices/a_device_that_the_guest_lacks_is_refused_by_name";
 const SCHEDULER: &str = "agent:the_attributes_of_the_scheduler_are_the_specs";
 /// A hook may look at the process that it is told of.
-const HOOK_PID: &str = "the pid that it is told of is a process of the host that stands for the container: its mount, \
-                        PID and IPC namespaces are not the container's";
+const HOOK_PID: &str =
+    "of the namespaces of the pid that it is told of, only the network namespace is the pod's";
 const IN_THE_GUEST: &str =
     "it orders the processes of the pod among themselves, and not among those of the host";
-const NO_IO_ORDER: &str = "ioprio_get(2) shows it, but it orders no requests: the files are the host's";
+const NO_IO_ORDER: &str = "ioprio_get(2) shows it, but it has no effect: the guest has no I/O scheduler";
 const PROGRAM_PAGES: &str = "pages of files that are mapped privately, such as programs, do not count";
-const AMONG_CONTAINERS: &str = "it is kept from other containers of the pod, and not from others of the host";
+const AMONG_CONTAINERS: &str = "it protects the memory from other containers of the pod only";
 const MOST_PROCESSORS: &str =
     "it is also the number of processors that a container sees, rounded up; a VM has 32 at most";
 const CAPABILITIES: &str = "agent:effective_and_permitted_capabilities_hold_until_the_program_is_executed";

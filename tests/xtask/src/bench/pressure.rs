@@ -28,7 +28,7 @@ const INTRODUCTION: &str = "\
 
 Written by `cargo xtask bench pressure`, not by hand. The pods are made as kubelet makes them: `memory.max` of a pod's
 cgroup on the host is the sum of the limits of its containers, and on Bulkhead also the overhead of the RuntimeClass
-([operations](operations.md#the-overhead-of-a-pod)). So a pod of Bulkhead has more in its cgroup than one of runc: the
+([resources](resources.md#the-overhead-of-a-pod)). So a pod of Bulkhead has more in its cgroup than one of runc: the
 guest's kernel, the agent and the VMM are in it too. The runtimes take turns. Each number is a median; in parentheses
 are the smallest and the largest. One number alone was the same in all rounds. Sizes are in MiB.
 ";

@@ -140,7 +140,7 @@ pub(super) fn section() -> Result<String> {
     let caption = svg::description(&picture).with_context(|| format!("{PICTURE} says nothing of its run"))?;
     Ok(format!(
         "{HEADING}\nDrawn by `cargo xtask bench trace`. Where the host is emulated, compare the lengths and forget the \
-         times.\n[Operations](operations.md#the-phases-of-a-start) says what each phase is.\n\n![the phases of the start of a pod](pictures/pod-start.svg)\n\n{}\n",
+         times.\n[Observability](observability.md#the-phases-of-a-start) says what each phase is.\n\n![the phases of the start of a pod](pictures/pod-start.svg)\n\n{}\n",
         caption
     ))
 }

@@ -11,7 +11,7 @@ use super::VERSION;
 use crate::dist::source_dir;
 
 /// The pages with manifests.
-const PAGES: [&str; 2] = ["docs/quickstart-kubernetes.md", "docs/operations.md"];
+const PAGES: [&str; 3] = ["docs/quickstart-kubernetes.md", "docs/operations.md", "docs/resources.md"];
 
 /// Fields that manifests here may have, with their types: `text`, `flag`, `cpu`, `memory`, a list with what its
 /// entries have, or an object. An object with the key `*` has keys of any name. This is the part of the API of

@@ -42,7 +42,7 @@ const SHARE: &str = "usr/local/share";
 const PICTURES: &str = "docs/pictures";
 
 /// Documents of the source tree, and their names below `share/doc/bulkhead`.
-const DOCUMENTS: [(&str, &str); 36] = [
+const DOCUMENTS: [(&str, &str); 38] = [
     ("CHANGELOG.md", "CHANGELOG.md"),
     ("CONTRIBUTING.md", "CONTRIBUTING.md"),
     ("LICENSE", "LICENSE"),
@@ -58,12 +58,14 @@ const DOCUMENTS: [(&str, &str); 36] = [
     ("docs/host-hardening.md", "docs/host-hardening.md"),
     ("docs/io.md", "docs/io.md"),
     ("docs/memory-pressure.md", "docs/memory-pressure.md"),
+    ("docs/observability.md", "docs/observability.md"),
     ("docs/operations.md", "docs/operations.md"),
     ("docs/processors.md", "docs/processors.md"),
     ("docs/quickstart-containerd.md", "docs/quickstart-containerd.md"),
     ("docs/quickstart-docker.md", "docs/quickstart-docker.md"),
     ("docs/quickstart-kubernetes.md", "docs/quickstart-kubernetes.md"),
     ("docs/reliability.md", "docs/reliability.md"),
+    ("docs/resources.md", "docs/resources.md"),
     ("docs/rig.md", "docs/rig.md"),
     ("docs/security.md", "docs/security.md"),
     ("docs/test-runners.md", "docs/test-runners.md"),

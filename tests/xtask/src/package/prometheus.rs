@@ -1,4 +1,4 @@
-//! Lets Debian's Prometheus scrape a host as docs/operations.md says it, and asks it all that the dashboard asks.
+//! Lets Debian's Prometheus scrape a host as docs/observability.md says it, and asks it all that the dashboard asks.
 
 use std::fs;
 use std::thread;
@@ -98,7 +98,7 @@ pub(super) fn put(cache: &Cache) -> Result<Put> {
 /// Has a pod watched on a host on which the package is installed, and docker runs.
 pub(super) fn watch(session: &mut Session) -> Result<()> {
     println!("\n# Prometheus");
-    let path = source_dir().join("docs/operations.md");
+    let path = source_dir().join("docs/observability.md");
     let page = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
     let section = section(&page)?;
     for step in quickstart::steps(section) {
@@ -122,7 +122,8 @@ pub(super) fn watch(session: &mut Session) -> Result<()> {
 
 /// The section of the page about metrics.
 fn section(page: &str) -> Result<&str> {
-    let after = page.split_once("\n## Metrics\n").context("docs/operations.md has no section of metrics")?.1;
+    let after =
+        page.split_once("\n## Metrics\n").context("docs/observability.md has no section of metrics")?.1;
     Ok(after.split("\n## ").next().unwrap_or(after))
 }
 
@@ -192,7 +193,7 @@ mod tests {
 
     #[test]
     fn the_page_says_how_to_enable_the_unit_and_what_to_scrape() {
-        let page = fs::read_to_string(source_dir().join("docs/operations.md")).unwrap();
+        let page = fs::read_to_string(source_dir().join("docs/observability.md")).unwrap();
         let section = section(&page).unwrap();
         let steps = quickstart::steps(section);
         assert!(steps.iter().any(|step| step.script.contains("enable --now bulkhead-metrics")), "{steps:?}");

@@ -14,7 +14,8 @@ use crate::image_root::ImageRoot;
 pub(super) const IN_A_SNAPSHOT: Case =
     Case::both("operations_on_files_of_a_snapshot_do_what_they_do_on_the_host", in_a_snapshot);
 pub(super) const IN_A_DIRECTORY: Case =
-    Case::both("operations_on_files_of_a_root_directory_do_what_they_do_on_the_host", in_a_directory);
+    Case::both("operations_on_files_of_a_root_directory_do_what_they_do_on_the_host", in_a_directory)
+        .by_whole_name_only();
 pub(super) const IN_A_VOLUME: Case =
     Case::both("operations_on_files_of_a_volume_do_what_they_do_on_the_host", in_a_volume);
 
