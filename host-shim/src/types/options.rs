@@ -22,6 +22,8 @@ mod runc {
 
 const GENERIC: &str = "runtimeoptions.v1.Options";
 const RUNC: &str = "containerd.runc.v1.Options";
+/// What `ctr run --uidmap` sends to each runtime: who owns the streams. They are root's.
+const OF_CTR: &str = "containerd.linux.runc.CreateOptions";
 
 /// What the shim takes of the options.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -84,7 +86,7 @@ impl Options {
         match message.type_url.rsplit('/').next() {
             Some(GENERIC) => Self::from_generic(generic::Options::parse_from_bytes(&message.value)?),
             Some(RUNC) => Self::from_runc(&runc::Options::parse_from_bytes(&message.value)?),
-            None | Some("") => Ok(Self::default()),
+            None | Some("" | OF_CTR) => Ok(Self::default()),
             Some(other) => Err(OptionsError::Type(other.into())),
         }
     }
@@ -181,7 +183,9 @@ mod tests {
         assert_eq!(of_runc(|options| options.root = "/run/x".into()), Err(named("Root")));
         assert_eq!(generic("", "BinaryName = \"crun\""), Err(named("BinaryName")));
         assert_eq!(generic("", "SystemdCgroup = true"), Ok(Options::default()));
-        assert_eq!(Options::read(&Any::new()).unwrap(), Options::default());
+        for none in [Any::new(), message(OF_CTR, &runc::Options::new())] {
+            assert_eq!(Options::read(&none).unwrap(), Options::default());
+        }
         let other = message("another.Options", &runc::Options::new());
         assert!(!Options::are_in(&other) && Options::are_in(&message(RUNC, &runc::Options::new())));
         let other = Options::read(&other).unwrap_err().to_string();
