@@ -29,7 +29,7 @@ use tokio::sync::watch;
 
 pub use self::pool::{HugePagesError, Owner as HugePagesOwner};
 use self::pool::{Pool, available_memory};
-use crate::cgroup::containers::{self, Ceiling};
+use crate::cgroup::containers::{self, Ceiling, Change};
 
 /// The guest allows one task for each so many bytes of memory. The kernel's own rule is 128 KiB, eight times the stack
 /// of a task (kernel/fork.c, set_max_threads). It protects machines that do not charge tasks to a cgroup. Tasks of a
@@ -210,15 +210,24 @@ impl Reserve {
     /// Follows the memory of the guest. It may have got more for a container that is to be created or may use more. It
     /// may have less because the host allows the pod no more.
     pub fn scale_to_memory(&self) -> io::Result<()> {
+        self.follow_memory(|_| {})
+    }
+
+    /// Follows the memory of the guest, and what `change` changes of it.
+    fn follow_memory(&self, change: impl FnOnce(&mut Memory)) -> io::Result<()> {
         let Some(boot) = self.boot else { return Ok(()) };
         let mut memory = self.lock();
         let (before, held) = (memory.scaled_to, memory.held());
         memory.scale_to_present(&boot)?;
         memory.follow_pool(pool::present)?;
-        match memory.scaled_to {
-            now if now < before => boot.lower(&mut memory),
-            now if now > before || memory.held() < held => boot.set(&mut memory),
-            _ => Ok(()),
+        change(&mut memory);
+        let (now, now_held) = (memory.scaled_to, memory.held());
+        if now < before || now_held > held && memory.is_limited {
+            boot.lower(&mut memory)
+        } else if now > before || now_held != held {
+            boot.set(&mut memory)
+        } else {
+            Ok(())
         }
     }
 
@@ -252,12 +261,7 @@ impl Reserve {
     /// Takes so many bytes from what the containers may use: the agent holds them for the containers. Replaces what was
     /// held before.
     pub fn hold(&self, bytes: u64) -> io::Result<()> {
-        let Some(boot) = self.boot else { return Ok(()) };
-        let mut memory = self.lock();
-        memory.scale_to_present(&boot)?;
-        let is_less_for_containers = bytes > memory.written && memory.is_limited;
-        memory.written = bytes;
-        if is_less_for_containers { boot.lower(&mut memory) } else { boot.set(&mut memory) }
+        self.follow_memory(|memory| memory.written = bytes)
     }
 
     /// Sets the limits of all containers. Again when the own limit of one has changed.
@@ -299,14 +303,14 @@ impl Reserve {
 impl Boot {
     fn set(self, memory: &mut Memory) -> io::Result<()> {
         memory.promised = memory.promised.max(containers::promised_memory()?);
-        containers::raise_ceilings(self.of_all_by_limits(memory), self.of_member(memory))?;
+        containers::set_ceilings(self.of_all_by_limits(memory), self.of_member(memory), Change::OnlyMore)?;
         self.set_mark(memory)
     }
 
     /// The containers may use less than before.
     fn lower(self, memory: &mut Memory) -> io::Result<()> {
         memory.is_limited = true;
-        containers::set_ceilings(self.of_all_by_limits(memory), self.of_member(memory))?;
+        containers::set_ceilings(self.of_all_by_limits(memory), self.of_member(memory), Change::Exactly)?;
         self.set_mark(memory)
     }
 

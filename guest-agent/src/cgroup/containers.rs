@@ -85,29 +85,22 @@ pub fn promised_memory() -> io::Result<u64> {
     Ok(if sum == 0 { 0 } else { sum.saturating_add(PROGRAMS) })
 }
 
-/// Raises the memory that all containers may use together, and that each container may that has a ceiling, and sets the
-/// tasks. No memory limit is lowered, so the kernel never has to reclaim memory here. No limit is more than any.
-pub fn raise_ceilings(of_all: Ceiling, of_member: Ceiling) -> io::Result<()> {
-    raise(&all().join("memory.max"), of_all.memory)?;
-    write(&all().join("pids.max"), &text_of(of_all.tasks))?;
-    for around in each()? {
-        match raise_ceiling(&around, of_member) {
-            // The container is deleted meanwhile.
-            Err(error) if is_gone(&error) => {}
-            raised => raised?,
-        }
-    }
-    Ok(())
+/// How a limit of memory is set.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Change {
+    /// If it is more than before, so that the kernel never has to reclaim memory. No limit is more than any.
+    OnlyMore,
+    /// Also if it is less than before. The kernel reclaims memory that is used beyond it, and kills processes if that
+    /// is not enough.
+    Exactly,
 }
 
-/// Sets what all containers may use together, and what each container may that has a ceiling, also if that is less than
-/// before. The kernel reclaims memory that is used beyond it, and kills processes if that is not enough.
-pub fn set_ceilings(of_all: Ceiling, of_member: Ceiling) -> io::Result<()> {
-    write(&all().join("memory.max"), &text_of(of_all.memory))?;
-    write(&all().join("pids.max"), &text_of(of_all.tasks))?;
+/// Sets what all containers may use together, and what each container may that has a ceiling.
+pub fn set_ceilings(of_all: Ceiling, of_member: Ceiling, change: Change) -> io::Result<()> {
+    limit(&all(), of_all, change)?;
     for around in each()? {
         let set = has_ceiling(&around).and_then(|has_ceiling| match has_ceiling {
-            true => set_ceiling(&around, of_member),
+            true => set_ceiling(&around, of_member, change),
             false => Ok(()),
         });
         match set {
@@ -139,13 +132,13 @@ pub async fn above_mark(seen: u64) -> io::Result<u64> {
     files::watch(&all().join("memory.events"), more).await
 }
 
-fn raise_ceiling(around: &Path, ceiling: Ceiling) -> io::Result<()> {
-    if !has_ceiling(around)? {
-        return Ok(());
+fn limit(cgroup: &Path, Ceiling { memory, tasks }: Ceiling, change: Change) -> io::Result<()> {
+    let file = cgroup.join("memory.max");
+    match change {
+        Change::OnlyMore => raise(&file, memory)?,
+        Change::Exactly => write(&file, &text_of(memory))?,
     }
-    let Ceiling { memory, tasks } = ceiling_of(around, ceiling)?;
-    raise(&around.join("memory.max"), memory)?;
-    write(&around.join("pids.max"), &text_of(tasks))
+    write(&cgroup.join("pids.max"), &text_of(tasks))
 }
 
 /// Writes a limit, unless the present one is as high.
@@ -192,10 +185,8 @@ fn ceiling_of(around: &Path, ceiling: Ceiling) -> io::Result<Ceiling> {
     Ok(Ceiling { memory, ..ceiling })
 }
 
-fn set_ceiling(around: &Path, ceiling: Ceiling) -> io::Result<()> {
-    let Ceiling { memory, tasks } = ceiling_of(around, ceiling)?;
-    write(&around.join("memory.max"), &text_of(memory))?;
-    write(&around.join("pids.max"), &text_of(tasks))
+fn set_ceiling(around: &Path, ceiling: Ceiling, change: Change) -> io::Result<()> {
+    limit(around, ceiling_of(around, ceiling)?, change)
 }
 
 /// A container's own cgroup, by the one around it.
@@ -240,7 +231,7 @@ impl Cgroup {
     /// Holds a container of a pod to a ceiling. Again after its own limits have changed.
     pub fn hold(&self, ceiling: Ceiling) -> Result<(), CgroupError> {
         let Some(around) = &self.around else { return Ok(()) };
-        set_ceiling(around, ceiling).map_err(io_error("limiting", around))
+        set_ceiling(around, ceiling, Change::Exactly).map_err(io_error("limiting", around))
     }
 
     /// Takes the memory ceiling away until the next [`Self::hold`].

@@ -106,10 +106,24 @@ impl Cgroup {
     }
 }
 
+impl Cgroup {
+    /// Its directory in the hierarchy with this controller: in that of v1 if there is one, or else in the unified one,
+    /// where the controller may be missing.
+    pub(crate) fn with_controller(&self, controller: &str) -> Option<&Directory> {
+        let v1 = self.directories.iter().find(|directory| directory.has_v1(controller));
+        v1.or_else(|| self.directories.iter().find(|directory| directory.is_unified))
+    }
+}
+
 impl Directory {
     /// Whether this is the directory of a controller of v1.
     pub(crate) fn has_v1(&self, controller: &str) -> bool {
         !self.is_unified && self.controllers.iter().any(|name| name == controller)
+    }
+
+    /// The cgroups above it, the nearest first.
+    pub(crate) fn above(&self) -> impl Iterator<Item = &Path> {
+        self.path.ancestors().skip(1).take_while(|path| path.starts_with(&self.root))
     }
 }
 

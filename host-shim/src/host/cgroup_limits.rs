@@ -73,12 +73,9 @@ pub(crate) struct Cpuset {
 /// The fewest processes and threads that a cgroup above this one allows: kubelet's `podPidsLimit` is such a limit.
 /// None: there is no limit, or the controller is missing.
 pub(crate) fn tasks_above(cgroup: &Cgroup) -> Result<Option<u64>, CgroupError> {
-    let v1 = cgroup.directories.iter().find(|directory| directory.has_v1("pids"));
-    let Some(directory) = v1.or_else(|| cgroup.directories.iter().find(|one| one.is_unified)) else {
-        return Ok(None);
-    };
+    let Some(directory) = cgroup.with_controller("pids") else { return Ok(None) };
     let mut fewest = None;
-    for path in directory.path.ancestors().skip(1).take_while(|path| path.starts_with(&directory.root)) {
+    for path in directory.above() {
         fewest = fewest.into_iter().chain(limit_of(&path.join("pids.max"))?).min();
     }
     Ok(fewest)
@@ -87,12 +84,9 @@ pub(crate) fn tasks_above(cgroup: &Cgroup) -> Result<Option<u64>, CgroupError> {
 /// The file with the processors that the cgroup above this one may use and that are online: of the nearest one with the
 /// cpuset controller. None: there is no such file.
 pub(crate) fn cpuset_above(cgroup: &Cgroup) -> Option<PathBuf> {
-    let v1 = cgroup.directories.iter().find(|directory| directory.has_v1("cpuset"));
-    let v1 = v1.map(|directory| (directory, "cpuset.effective_cpus"));
-    let unified = || Some((cgroup.directories.iter().find(|one| one.is_unified)?, "cpuset.cpus.effective"));
-    let (directory, file) = v1.or_else(unified)?;
-    let above = directory.path.ancestors().skip(1).take_while(|path| path.starts_with(&directory.root));
-    above.map(|path| path.join(file)).find(|file| file.exists())
+    let directory = cgroup.with_controller("cpuset")?;
+    let file = if directory.is_unified { "cpuset.cpus.effective" } else { "cpuset.effective_cpus" };
+    directory.above().map(|path| path.join(file)).find(|file| file.exists())
 }
 
 /// Sets the processors and NUMA nodes that the pod may use, where they differ from the `present` ones. None: those are
@@ -219,21 +213,19 @@ fn apply(cgroup: &Cgroup, settings: &[Setting]) -> Result<(), CgroupError> {
 /// Writes the setting where its controller is: in one hierarchy of v1, or in that of v2.
 fn apply_one(cgroup: &Cgroup, setting: &Setting) -> Result<(), CgroupError> {
     let controller = setting.controller;
-    if let Some(v1) = cgroup.directories.iter().find(|directory| directory.has_v1(controller)) {
-        return write(&v1.path.join(setting.v1), &setting.v1_value);
+    let directory = cgroup.with_controller(controller).ok_or(CgroupError::NoController { controller })?;
+    if !directory.is_unified {
+        return write(&directory.path.join(setting.v1), &setting.v1_value);
     }
-    let Some(v2) = cgroup.directories.iter().find(|directory| directory.is_unified) else {
-        return Err(CgroupError::NoController { controller });
-    };
     if setting.v2.is_empty() {
         return Ok(());
     }
     // Between the two calls another manager of cgroups, such as systemd, can disable the controller further up.
     let mut attempts = 0;
     loop {
-        enable(v2, controller)?;
+        enable(directory, controller)?;
         attempts += 1;
-        match write(&v2.path.join(setting.v2), &setting.v2_value) {
+        match write(&directory.path.join(setting.v2), &setting.v2_value) {
             Err(CgroupError::Limit { source, .. }) if attempts < ENABLE_ATTEMPTS && has_no_file(&source) => {
                 std::thread::sleep(ENABLE_PAUSE);
             }

@@ -52,15 +52,10 @@ const V2: Files = Files {
 impl Above {
     /// What the cgroups above this one allow it now.
     pub(crate) fn of(cgroup: &Cgroup) -> Result<Self, CgroupError> {
-        let v1 = cgroup.directories.iter().find(|directory| directory.has_v1("memory"));
-        let Some((directory, files)) = v1
-            .map(|directory| (directory, &V1))
-            .or_else(|| Some((cgroup.directories.iter().find(|one| one.is_unified)?, &V2)))
-        else {
-            return Ok(Self::default());
-        };
+        let Some(directory) = cgroup.with_controller("memory") else { return Ok(Self::default()) };
+        let files = if directory.is_unified { &V2 } else { &V1 };
         let mut all = Self::default();
-        for path in directory.path.ancestors().skip(1).take_while(|path| path.starts_with(&directory.root)) {
+        for path in directory.above() {
             let limit = files.limit(path, files.limit)?;
             let high = files.high.map_or(Ok(None), |file| files.limit(path, file))?;
             let lowest = limit.into_iter().chain(high).min();
@@ -114,11 +109,9 @@ fn read(path: &Path) -> Result<Option<String>, CgroupError> {
 /// kubelet sets its limit to what the containers of the pod request together. None: there is no limit, or the
 /// controller is missing.
 pub(crate) fn huge_pages_above(cgroup: &Cgroup, size: &str) -> Result<Option<u64>, CgroupError> {
-    let v1 = cgroup.directories.iter().find(|directory| directory.has_v1("hugetlb"));
-    let v1 = v1.map(|directory| (directory, "limit_in_bytes"));
-    let unified = || Some((cgroup.directories.iter().find(|one| one.is_unified)?, "max"));
-    let Some((directory, file)) = v1.or_else(unified) else { return Ok(None) };
-    match directory.path.parent().filter(|parent| parent.starts_with(&directory.root)) {
+    let Some(directory) = cgroup.with_controller("hugetlb") else { return Ok(None) };
+    let file = if directory.is_unified { "max" } else { "limit_in_bytes" };
+    match directory.above().next() {
         Some(parent) => limit_of(&parent.join(format!("hugetlb.{size}.{file}"))),
         None => Ok(None),
     }

@@ -191,18 +191,12 @@ mod tests {
         };
 
         let mut journal = Journal::open(&dir.path().join("container")).unwrap();
-        add(&mut journal, &share, "c", 1, |own| {
-            let bound = BindMount {
-                index: 0,
-                source: source.clone(),
-                recursive: true,
-                read_only: ReadOnly::Top,
-                propagation: Propagation::Private,
-                is_of_pod: false,
-            };
-            bind_source(&bound, &own.join("0"))
-        })
-        .unwrap();
+        let add_bound = |journal: &mut Journal, read_only, propagation| {
+            let (index, source, is_of_pod) = (0, source.clone(), false);
+            let bound = BindMount { index, source, recursive: true, read_only, propagation, is_of_pod };
+            add(journal, &share, "c", 1, |own| bind_source(&bound, &own.join("0"))).unwrap();
+        };
+        add_bound(&mut journal, ReadOnly::Top, Propagation::Private);
         assert_eq!(fs::read_to_string(share.join("c/0/a blank/data")).unwrap(), "kept");
         let seen = look();
         assert_eq!(seen.len(), 3, "the directory, what is bound, and what is mounted in that: {seen:?}");
@@ -217,18 +211,7 @@ mod tests {
 
         // Or comes too, if that was asked for.
         let mut journal = Journal::open(&dir.path().join("container")).unwrap();
-        add(&mut journal, &share, "c", 1, |own| {
-            let bound = BindMount {
-                index: 0,
-                source: source.clone(),
-                recursive: true,
-                read_only: ReadOnly::None,
-                propagation: Propagation::Slave,
-                is_of_pod: false,
-            };
-            bind_source(&bound, &own.join("0"))
-        })
-        .unwrap();
+        add_bound(&mut journal, ReadOnly::None, Propagation::Slave);
         let before = look().len();
         fs::create_dir(source.join("even later")).unwrap();
         mount(Some("t"), &source.join("even later"), Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();

@@ -222,9 +222,9 @@ const DIFFERENCES: &[(&str, &str)] = &[
     ),
     (
         "parameters of the host's kernel without a namespace (`/proc/sys`): not refused, but a container sees those of \
-         its guest. It has the host's `vm.max_map_count`, `fs.file-max`, `fs.nr_open`, `fs.aio-max-nr`, \
-         `fs.pipe-max-size`, `fs.inotify.max_user_instances`, `net.core.rmem_max` and `net.core.wmem_max` as they were \
-         when the pod started",
+         its guest. It has the host's `vm.max_map_count`, `fs.file-max`, `fs.nr_open`, `fs.aio-max-nr` (no more \
+         than its memory allows), `fs.pipe-max-size`, `fs.inotify.max_user_instances`, `net.core.rmem_max` and \
+         `net.core.wmem_max` as they were when the pod started",
         "the guest has a kernel of its own (docs/architecture.md, Limits that go by the memory)",
     ),
     (

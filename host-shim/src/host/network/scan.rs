@@ -209,7 +209,7 @@ fn routes_of(
         routes.push(given_route(interface, index, route)?);
     }
     routes.sort_by_key(has_gateway);
-    Ok(routes.iter().map(|route| message(name_of_route(route), route)).collect())
+    Ok(routes.iter().map(route_message).collect())
 }
 
 /// Routes that the guest's kernel adds for these addresses of an interface, and that the host has not: a program of the
@@ -232,12 +232,12 @@ fn absent_routes(
         })
     };
     let absent = addresses.iter().filter_map(prefix_route).filter(|route| !is_there(route));
-    absent.map(|route| message(name_of_route(&route), &route)).collect()
+    absent.map(|route| route_message(&route)).collect()
 }
 
 /// The route that the guest's kernel adds by itself for such an address.
 pub(crate) fn kernels_route(address: &NetlinkMessage) -> Option<NetlinkMessage> {
-    prefix_route(address).map(|route| message(name_of_route(&route), &route))
+    prefix_route(address).as_ref().map(route_message)
 }
 
 /// The route that the kernel adds to table main for an address, to all that has the same prefix.
@@ -396,6 +396,10 @@ fn neighbour(index: u32, found: &NeighbourMessage) -> Option<NetlinkMessage> {
         _ => None,
     })?;
     Some(message(ip.to_string(), &given))
+}
+
+fn route_message(route: &RouteMessage) -> NetlinkMessage {
+    message(name_of_route(route), route)
 }
 
 pub(super) fn message(what: String, body: &impl Emitable) -> NetlinkMessage {

@@ -43,10 +43,10 @@ pub(super) struct Network {
     container: String,
     /// By their numbers.
     cards: Vec<Card>,
-    /// What the guest has of rules.
+    /// What the guest has of rules. After a change that failed: all that it may have.
     policy: Policy,
-    /// What it may have as well, because a change has failed.
-    tried: Option<Policy>,
+    /// Whether it has all of these.
+    is_policy_known: bool,
     /// Ends with the VM, or when it is dropped.
     name_server: Option<NameServer>,
     follows: Option<Follows>,
@@ -77,8 +77,14 @@ impl Drop for Follows {
 
 impl Network {
     fn new(container: &str) -> Self {
-        let (cards, policy) = (vec![Card::Free], Policy::default());
-        Self { container: container.into(), cards, policy, tried: None, name_server: None, follows: None }
+        Self {
+            container: container.into(),
+            cards: vec![Card::Free],
+            policy: Policy::default(),
+            is_policy_known: true,
+            name_server: None,
+            follows: None,
+        }
     }
 
     /// The cards that are interfaces.
@@ -129,24 +135,19 @@ fn only_in(these: &[NetlinkMessage], others: &[NetlinkMessage]) -> Vec<NetlinkMe
 }
 
 /// Rules, and routes, that the guest may have after changes that failed. More are forgotten.
-const MOST_TRIED: usize = 8192;
+const MOST_POSSIBLE: usize = 8192;
 
-/// What is to change so that the rules of `before` become those of `now`. If a change to `tried` has failed, the guest
-/// may have any of both: it adds all of `now`, where what is there already is no error, and removes all others.
-fn change_of_rules(before: &Policy, tried: Option<&Policy>, now: &Policy) -> ChangeRoutingRequest {
-    let mut change = ChangeRoutingRequest {
-        rules: only_in(&now.rules, &before.rules),
-        routes: only_in(&now.routes, &before.routes),
+/// What is to change so that the rules of `before` become those of `now`. If the guest may lack some of `before`, it
+/// adds all of `now`: what is there already is no error.
+fn change_of_rules(before: &Policy, is_known: bool, now: &Policy) -> ChangeRoutingRequest {
+    let missing = |now: &[NetlinkMessage], before| if is_known { only_in(now, before) } else { now.to_vec() };
+    ChangeRoutingRequest {
+        rules: missing(&now.rules, &before.rules),
+        routes: missing(&now.routes, &before.routes),
         removed_rules: only_in(&before.rules, &now.rules),
         removed_routes: only_in(&before.routes, &now.routes),
         ..Default::default()
-    };
-    if let Some(tried) = tried {
-        (change.rules, change.routes) = (now.rules.clone(), now.routes.clone());
-        change.removed_rules.extend(only_in(&tried.rules, &now.rules));
-        change.removed_routes.extend(only_in(&tried.routes, &now.routes));
     }
-    change
 }
 
 /// What is to change so that `before` becomes `now`.
@@ -391,18 +392,19 @@ impl Work<'_> {
 
     /// Has the guest have the host's rules.
     async fn change_rules(&mut self, policy: Policy) -> Result<(), TaskError> {
-        if policy == self.network.policy && self.network.tried.is_none() {
+        let Network { container, policy: before, is_policy_known, .. } = &mut self.network;
+        if *is_policy_known && policy == *before {
             return Ok(());
         }
-        let change = change_of_rules(&self.network.policy, self.network.tried.as_ref(), &policy);
-        let tried =
-            self.network.tried.get_or_insert_with(|| Policy { rules: Vec::new(), routes: Vec::new() });
-        tried.rules.extend(only_in(&policy.rules, &tried.rules));
-        tried.routes.extend(only_in(&policy.routes, &tried.routes));
-        tried.rules.truncate(MOST_TRIED);
-        tried.routes.truncate(MOST_TRIED);
-        self.guest.agent.change_routing(&self.network.container, change).await?;
-        (self.network.policy, self.network.tried) = (policy, None);
+        let change = change_of_rules(before, *is_policy_known, &policy);
+        // Until the guest has answered, it may have any of both.
+        *is_policy_known = false;
+        for (possible, wanted) in [(&mut before.rules, &policy.rules), (&mut before.routes, &policy.routes)] {
+            possible.extend(only_in(wanted, possible));
+            possible.truncate(MOST_POSSIBLE);
+        }
+        self.guest.agent.change_routing(container, change).await?;
+        (*before, *is_policy_known) = (policy, true);
         Ok(())
     }
 
@@ -482,10 +484,11 @@ mod tests {
     #[test]
     fn rules_that_differ_are_added_and_removed() {
         let policy = |rules: [&str; 2]| Policy { rules: rules.map(message).to_vec(), routes: Vec::new() };
-        let change = change_of_rules(&policy(["a", "b"]), None, &policy(["b", "c"]));
+        let change = change_of_rules(&policy(["a", "b"]), true, &policy(["b", "c"]));
         assert_eq!((change.rules, change.removed_rules), (vec![message("c")], vec![message("a")]));
         // The guest may have what was tried, or not, or a part of it.
-        let change = change_of_rules(&policy(["a", "b"]), Some(&policy(["c", "d"])), &policy(["a", "c"]));
+        let possible = Policy { rules: ["a", "b", "c", "d"].map(message).to_vec(), routes: Vec::new() };
+        let change = change_of_rules(&possible, false, &policy(["a", "c"]));
         assert_eq!(change.rules, [message("a"), message("c")]);
         assert_eq!(change.removed_rules, [message("b"), message("d")]);
     }
