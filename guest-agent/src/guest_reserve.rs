@@ -6,10 +6,9 @@
 //! its own limit first. An eighth is left for the others, which is enough to continue and to start one more process.
 //! The container does not see these limits. Its own cgroup, with the limits of its spec, is below.
 //!
-//! The limit of the memory of all begins when the guest first has less memory than before, or when the agent takes huge
-//! pages for the containers. Added memory comes online a little later than the shim is told, and until the limit has
-//! followed, the kernel would kill a process that needs the memory. Without the limit the guest's memory itself is the
-//! limit, and the kernel kills processes of containers before the agent.
+//! Added memory comes online a little later than the shim is told. Until it is online and the limits have followed, the
+//! kernel would kill a process that needs it. So the shim waits for that before it goes on
+//! ([`Reserve::wait_online`]).
 
 mod demand;
 pub mod huge_pages;
@@ -21,11 +20,15 @@ use std::{
     io::{self, ErrorKind},
     path::Path,
     sync::{Mutex, MutexGuard, PoisonError},
+    time::Duration,
 };
 
 use bulkhead_agent_api::{HOST_PARAMETERS, HUGE_PAGE};
 use nix::sys::sysinfo::sysinfo;
-use tokio::sync::watch;
+use tokio::{
+    sync::watch,
+    time::{sleep, timeout},
+};
 
 pub use self::pool::{HugePagesError, Owner as HugePagesOwner};
 use self::pool::{Pool, available_memory};
@@ -91,6 +94,12 @@ const PARTS: u64 = 8;
 /// each 256 KiB that a process takes.
 const MARGIN: u64 = 5;
 
+/// How long the kernel may take until added memory is online. A block of 128 MiB takes milliseconds, and some tens of
+/// them in the rig.
+const ONLINE: Duration = Duration::from_secs(30);
+/// The pause between two looks whether it is.
+const ONLINE_REST: Duration = Duration::from_millis(2);
+
 /// The mark of containers that may use `limit` bytes together.
 fn mark_below(limit: u64) -> u64 {
     limit - limit / MARGIN
@@ -117,8 +126,6 @@ struct Memory {
     promised: u64,
     /// The processes and threads that the host allows the pod. None: it has no limit.
     tasks_of_host: Option<u64>,
-    /// Whether the memory of all containers together has a limit. It begins with [`Boot::lower`].
-    is_limited: bool,
     /// Whether the guest gets more memory when the containers need it.
     can_grow: bool,
     /// Where the kernel begins to slow down containers that take memory.
@@ -203,8 +210,24 @@ impl Reserve {
         }
         fs::write("/proc/sys/vm/overcommit_memory", OVERCOMMIT)?;
         fs::write("/proc/sys/vm/compaction_proactiveness", COMPACTION_PROACTIVENESS)?;
-        reserve.scale_to_memory()?;
+        let mut memory = reserve.lock();
+        memory.scale_to_present(&boot)?;
+        boot.limit(&mut memory)?;
+        drop(memory);
         Ok(reserve)
+    }
+
+    /// Waits until the guest's kernel has the memory online that was added to what it had at boot.
+    pub async fn wait_online(&self, added_mib: u32) -> io::Result<()> {
+        let Some(boot) = self.boot.filter(|_| added_mib > 0) else { return Ok(()) };
+        let wanted = boot.memory + (u64::from(added_mib) << 20);
+        let is_online = async {
+            while sysinfo()?.ram_total() < wanted {
+                sleep(ONLINE_REST).await;
+            }
+            Ok(())
+        };
+        timeout(ONLINE, is_online).await.unwrap_or_else(|_| Err(not_online(sysinfo()?.ram_total(), wanted)))
     }
 
     /// Follows the memory of the guest. It may have got more for a container that is to be created or may use more. It
@@ -222,8 +245,8 @@ impl Reserve {
         memory.follow_pool(pool::present)?;
         change(&mut memory);
         let (now, now_held) = (memory.scaled_to, memory.held());
-        if now < before || now_held > held && memory.is_limited {
-            boot.lower(&mut memory)
+        if now < before || now_held > held {
+            boot.limit(&mut memory)
         } else if now > before || now_held != held {
             boot.set(&mut memory)
         } else {
@@ -254,7 +277,7 @@ impl Reserve {
         let mut memory = self.lock();
         memory.scale_to_present(&boot)?;
         memory.huge_pages = pages.saturating_mul(HUGE_PAGE);
-        boot.lower(&mut memory)?;
+        boot.limit(&mut memory)?;
         boot.set(&mut memory)
     }
 
@@ -307,9 +330,8 @@ impl Boot {
         self.set_mark(memory)
     }
 
-    /// The containers may use less than before.
-    fn lower(self, memory: &mut Memory) -> io::Result<()> {
-        memory.is_limited = true;
+    /// Sets the limits to what they are now. The containers may be allowed less than before.
+    fn limit(self, memory: &mut Memory) -> io::Result<()> {
         containers::set_ceilings(self.of_all_by_limits(memory), self.of_member(memory), Change::Exactly)?;
         self.set_mark(memory)
     }
@@ -360,6 +382,12 @@ impl Boot {
         let of_all = of_all.saturating_sub(memory.held());
         Ceiling { memory: of_all - of_all / PARTS, tasks: memory.tasks_on_host(tasks - tasks / PARTS) }
     }
+}
+
+fn not_online(present: u64, wanted: u64) -> io::Error {
+    let (present, wanted) = (present >> 20, wanted >> 20);
+    let text = format!("{present} MiB are online after {ONLINE:?}, and not {wanted}");
+    io::Error::new(ErrorKind::TimedOut, text)
 }
 
 /// The three thresholds of tcp_mem or udp_mem, in pages, where `pressure` bytes are the middle one (tcp(7)).

@@ -170,10 +170,12 @@ impl Sandbox {
         Ok(release)
     }
 
-    /// Sets the limits that follow from the guest's memory, which has become smaller. The kernel may have to reclaim
-    /// memory first.
-    pub async fn follow_memory(&self) -> Result<(), SandboxError> {
+    /// Sets the limits that follow from the guest's memory, which has another size: `added_mib` more than it began
+    /// with. The kernel may have to bring memory online first, or to reclaim some.
+    pub async fn follow_memory(&self, added_mib: u32) -> Result<(), SandboxError> {
         let reserve = Arc::clone(&self.environment.reserve);
+        let late = |source| SandboxError::Io { action: "waiting for the memory that was added", source };
+        reserve.wait_online(added_mib).await.map_err(late)?;
         let scaled = tokio::task::spawn_blocking(move || reserve.scale_to_memory()).await;
         let failed = |source| SandboxError::Io { action: "setting limits that go by the memory", source };
         scaled.map_err(io::Error::other).and_then(|scaled| scaled).map_err(failed)

@@ -9,12 +9,12 @@ use bulkhead_agent_api::{
         self, AcceptHostSocketRequest, AcceptHostSocketResponse, AdjustClockRequest, ChangeNetworkRequest,
         ChangeRoutingRequest, ConfigureNetworkRequest, ConnectLoopbackRequest, CreateContainerRequest,
         CreateContainerResponse, DeleteContainerRequest, DiskRequest, Empty, ExecProcessRequest,
-        ExecProcessResponse, FindDiskRequest, FindDiskResponse, ListPidsRequest, ListPidsResponse,
-        LoadAppArmorPolicyRequest, MakeVolumeRequest, MountDiskRequest, OomCounts, PauseContainerRequest,
-        ReadClockResponse, RemoveNetworkRequest, ResizeTerminalRequest, ResumeContainerRequest,
-        ServeNameServerRequest, SetProcessorsRequest, SetProcessorsResponse, SignalProcessRequest,
-        StartContainerRequest, StartSandboxRequest, StartSandboxResponse, StatsRequest, StatsResponse, Stdio,
-        UndoUpdateRequest, UpdateContainerRequest, VolumeEntry as VolumeEntryMessage,
+        ExecProcessResponse, FindDiskRequest, FindDiskResponse, FollowMemoryRequest, ListPidsRequest,
+        ListPidsResponse, LoadAppArmorPolicyRequest, MakeVolumeRequest, MountDiskRequest, OomCounts,
+        PauseContainerRequest, ReadClockResponse, RemoveNetworkRequest, ResizeTerminalRequest,
+        ResumeContainerRequest, ServeNameServerRequest, SetProcessorsRequest, SetProcessorsResponse,
+        SignalProcessRequest, StartContainerRequest, StartSandboxRequest, StartSandboxResponse, StatsRequest,
+        StatsResponse, Stdio, UndoUpdateRequest, UpdateContainerRequest, VolumeEntry as VolumeEntryMessage,
         WaitMemoryDemandRequest, WaitOomRequest, WaitProcessRequest, WaitProcessResponse, WriteVolumeRequest,
         volume_entry,
     },
@@ -95,8 +95,8 @@ impl Agent for Service {
         Ok(Empty::new())
     }
 
-    async fn follow_memory(&self, _: &TtrpcContext, _: Empty) -> ttrpc::Result<Empty> {
-        self.sandbox.follow_memory().await.map_err(status)?;
+    async fn follow_memory(&self, _: &TtrpcContext, request: FollowMemoryRequest) -> ttrpc::Result<Empty> {
+        self.sandbox.follow_memory(request.added_mib).await.map_err(status)?;
         Ok(Empty::new())
     }
 

@@ -8,7 +8,9 @@ use bulkhead_vmm::{jail, kvm};
 use crate::check::finding::Finding;
 
 /// The modules that the network of pods needs. The kernel loads them itself if it has them.
-const MODULES: [&str; 4] = ["tun", "sch_ingress", "cls_u32", "act_mirred"];
+const NETWORK: [&str; 4] = ["tun", "sch_ingress", "cls_u32", "act_mirred"];
+/// Those that port-forward of the CRI needs, and docker's name server for names that it asks of other servers.
+const MORE: [&str; 5] = ["nf_tables", "nft_chain_nat", "nft_redir", "cls_flower", "act_ct"];
 
 /// The controllers of cgroups by which the host limits a pod.
 const CONTROLLERS: [&str; 4] = ["cpu", "cpuset", "memory", "pids"];
@@ -53,24 +55,29 @@ pub(super) fn modules(root: &Path) -> Finding {
     let (builtin, available) = (list("modules.builtin"), list("modules.dep"));
     let is_loaded = |name: &str| root.join("sys/module").join(name).exists();
     let lacks = |name: &&str| !is_loaded(name) && !is_listed(&builtin, name) && !is_listed(&available, name);
-    let missing: Vec<_> = MODULES.into_iter().filter(lacks).collect();
-    match missing.is_empty() {
-        true => {
-            Finding::ok("modules", format!("{} are loaded, built in, or can be loaded", MODULES.join(", ")))
+    let missing = |names: &[&str]| names.iter().copied().filter(lacks).collect::<Vec<_>>().join(", ");
+    let (of_network, more) = (missing(&NETWORK), missing(&MORE));
+    let unlisted = builtin.is_empty() && available.is_empty();
+    match (of_network.is_empty(), more.is_empty()) {
+        (true, true) => {
+            let all = [&NETWORK[..], &MORE].concat().join(", ");
+            Finding::ok("modules", format!("{all} are loaded, built in, or can be loaded"))
         }
-        false if builtin.is_empty() && available.is_empty() => Finding::warn(
+        (false, _) if unlisted => Finding::warn(
             "modules",
-            format!(
-                "there is no list of modules in {}; not loaded: {}",
-                directory.display(),
-                missing.join(", ")
-            ),
+            format!("there is no list of modules in {}; not loaded: {of_network}", directory.display()),
             "make sure that the kernel has them; pods with a network need them",
         ),
-        false => Finding::fail(
+        (false, _) => Finding::fail(
             "modules",
-            format!("the kernel has no {}", missing.join(", ")),
+            format!("the kernel has no {of_network}"),
             "install the package with all modules of this kernel; pods with a network need these",
+        ),
+        (true, false) => Finding::warn(
+            "modules",
+            format!("the kernel has no {more}"),
+            "install the package with all modules of this kernel; nf_tables, nft_chain_nat and nft_redir are for \
+             port-forward, cls_flower and act_ct for names of other servers that docker's name server is asked",
         ),
     }
 }
@@ -215,7 +222,15 @@ mod tests {
         let builtin = ("lib/modules/6.12.1/modules.builtin", "kernel/net/sched/cls_u32.ko\n");
         let dep = "kernel/net/sched/sch_ingress.ko.xz: kernel/x.ko.xz\nkernel/net/sched/act-mirred.ko:\n";
         let dep = ("lib/modules/6.12.1/modules.dep", dep);
-        assert_eq!(modules(root(&[release, loaded, builtin, dep]).path()).status, Status::Ok);
+        let without_more = modules(root(&[release, loaded, builtin, dep]).path());
+        let found = "the kernel has no nf_tables, nft_chain_nat, nft_redir, cls_flower, act_ct";
+        assert_eq!((without_more.status, without_more.found.as_str()), (Status::Warn, found));
+        let more = MORE.map(|name| format!("sys/module/{name}/refcnt"));
+        let all: Vec<_> = [release, loaded, builtin, dep]
+            .into_iter()
+            .chain(more.iter().map(|file| (file.as_str(), "")))
+            .collect();
+        assert_eq!(modules(root(&all).path()).status, Status::Ok);
         let missing = modules(root(&[release, builtin, dep]).path());
         assert_eq!((missing.status, missing.found.as_str()), (Status::Fail, "the kernel has no tun"));
         assert_eq!(modules(root(&[release, loaded]).path()).status, Status::Warn);

@@ -44,7 +44,7 @@ impl Socket {
     pub(super) fn add_route(&self, body: &[u8], index: u32) -> io::Result<()> {
         let mut body = body.to_vec();
         put_attribute(&mut body, libc::RTA_OIF, &index.to_ne_bytes());
-        there(self.request(libc::RTM_NEWROUTE, libc::NLM_F_CREATE | libc::NLM_F_APPEND, &body))
+        unless_there(self.request(libc::RTM_NEWROUTE, libc::NLM_F_CREATE | libc::NLM_F_APPEND, &body))
     }
 
     /// `body` begins with a `struct ndmsg`.
@@ -54,42 +54,42 @@ impl Socket {
 
     /// Removes one that is as in [`Socket::add_address`].
     pub(super) fn remove_address(&self, body: &[u8]) -> io::Result<()> {
-        gone(self.request(libc::RTM_DELADDR, 0, body))
+        unless_gone(self.request(libc::RTM_DELADDR, 0, body))
     }
 
     /// Removes one that is as in [`Socket::add_route`].
     pub(super) fn remove_route(&self, body: &[u8], index: u32) -> io::Result<()> {
         let mut body = body.to_vec();
         put_attribute(&mut body, libc::RTA_OIF, &index.to_ne_bytes());
-        gone(self.request(libc::RTM_DELROUTE, 0, &body))
+        unless_gone(self.request(libc::RTM_DELROUTE, 0, &body))
     }
 
     /// Removes one that is as in [`Socket::add_neighbour`].
     pub(super) fn remove_neighbour(&self, body: &[u8]) -> io::Result<()> {
-        gone(self.request(libc::RTM_DELNEIGH, 0, body))
+        unless_gone(self.request(libc::RTM_DELNEIGH, 0, body))
     }
 
     /// Adds a rule of policy routing, unless it is there. `body` begins with a `struct fib_rule_hdr`.
     pub(super) fn add_rule(&self, body: &[u8]) -> io::Result<()> {
-        there(self.request(libc::RTM_NEWRULE, libc::NLM_F_CREATE | libc::NLM_F_EXCL, body))
+        unless_there(self.request(libc::RTM_NEWRULE, libc::NLM_F_CREATE | libc::NLM_F_EXCL, body))
     }
 
     /// Removes one that is as in [`Socket::add_rule`].
     pub(super) fn remove_rule(&self, body: &[u8]) -> io::Result<()> {
-        gone(self.request(libc::RTM_DELRULE, 0, body))
+        unless_gone(self.request(libc::RTM_DELRULE, 0, body))
     }
 
     /// Adds a route that goes through no interface, or through the one that it names. It replaces one to the same
     /// destination with the same metric and table, which the host has no more. Otherwise what is to be dropped would go
     /// through an interface until that route is removed, and then by another table. `body` begins with a `struct
     /// rtmsg`.
-    pub(super) fn add_route_of_none(&self, body: &[u8]) -> io::Result<()> {
+    pub(super) fn add_other_route(&self, body: &[u8]) -> io::Result<()> {
         self.request(libc::RTM_NEWROUTE, libc::NLM_F_CREATE | libc::NLM_F_REPLACE, body)
     }
 
-    /// Removes one that is as in [`Socket::add_route_of_none`].
-    pub(super) fn remove_route_of_none(&self, body: &[u8]) -> io::Result<()> {
-        gone(self.request(libc::RTM_DELROUTE, 0, body))
+    /// Removes one that is as in [`Socket::add_other_route`].
+    pub(super) fn remove_other_route(&self, body: &[u8]) -> io::Result<()> {
+        unless_gone(self.request(libc::RTM_DELROUTE, 0, body))
     }
 
     /// The interface of a device that has this permanent address. A name can be changed in a container, this cannot.
@@ -141,7 +141,7 @@ impl Socket {
 }
 
 /// What was to be added is there already.
-fn there(added: io::Result<()>) -> io::Result<()> {
+fn unless_there(added: io::Result<()>) -> io::Result<()> {
     match added {
         Err(error) if error.raw_os_error() == Some(libc::EEXIST) => Ok(()),
         other => other,
@@ -149,7 +149,7 @@ fn there(added: io::Result<()>) -> io::Result<()> {
 }
 
 /// What was to be removed is gone: it was not there, or went with the address or the interface that it belongs to.
-fn gone(removed: io::Result<()>) -> io::Result<()> {
+fn unless_gone(removed: io::Result<()>) -> io::Result<()> {
     match removed {
         Err(error)
             if matches!(error.raw_os_error(), Some(libc::ESRCH | libc::ENOENT | libc::EADDRNOTAVAIL)) =>

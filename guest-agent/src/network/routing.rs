@@ -20,8 +20,8 @@ fn apply(request: &ChangeRoutingRequest) -> Result<(), NetworkError> {
     let socket = Socket::open().map_err(failed("opening a netlink socket".into()))?;
     type Act = fn(&Socket, &[u8]) -> io::Result<()>;
     let steps: [(&str, &[NetlinkMessage], Act); 4] = [
-        ("removing the route", &request.removed_routes, Socket::remove_route_of_none),
-        ("adding the route", &request.routes, Socket::add_route_of_none),
+        ("removing the route", &request.removed_routes, Socket::remove_other_route),
+        ("adding the route", &request.routes, Socket::add_other_route),
         ("adding the rule", &request.rules, Socket::add_rule),
         ("removing the rule", &request.removed_rules, Socket::remove_rule),
     ];

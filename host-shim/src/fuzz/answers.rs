@@ -17,7 +17,7 @@ use ttrpc::proto::{MESSAGE_TYPE_DATA, MESSAGE_TYPE_RESPONSE, MessageHeader, Resp
 use super::check_text;
 use crate::{
     guest::{
-        agent::{Agent, AgentError, NewContainer, OfHost},
+        agent::{Agent, AgentError, HostSettings, NewContainer},
         clock_discipline::Correction,
         stats,
     },
@@ -165,7 +165,9 @@ fn stats(input: &mut Input<'_>) -> messages::StatsResponse {
 /// One of the shim's calls, and what must hold of what comes back.
 async fn call(agent: Agent, which: u8) -> Result<()> {
     let result = match which % 31 {
-        0 => agent.start_sandbox(ID, "host", OfHost::default()).await.map(|release| check_text(&release)),
+        0 => {
+            agent.start_sandbox(ID, "host", HostSettings::default()).await.map(|release| check_text(&release))
+        }
         1 => agent.list_pids(ID).await.map(|pids| {
             ensure!(pids.len() <= MAX_PIDS, "{} processes", pids.len());
             Ok(())
@@ -215,7 +217,7 @@ async fn rest(agent: Agent, which: u8) -> Result<(), AgentError> {
         17 => agent.write_volume("0-1", Vec::new()).await,
         18 => agent.read_clock().await.map(drop),
         19 => agent.adjust_clock(&Correction { step_ns: 1, rate_ppb: 1 }, 37).await,
-        20 => agent.follow_memory().await,
+        20 => agent.follow_memory(128).await,
         21 => agent.wait_memory_demand(true).await,
         22 => {
             let (name, part) = (String::from("0-1"), PathBuf::new());

@@ -101,7 +101,7 @@ pub(crate) struct End {
 
 /// What a guest has of its host, whatever the specs of its containers say.
 #[derive(Debug, Default)]
-pub(crate) struct OfHost {
+pub(crate) struct HostSettings {
     /// By their names below /proc/sys.
     pub(crate) kernel_parameters: HashMap<String, String>,
     /// The processes and threads that all containers may have together. None: no limit.
@@ -136,7 +136,7 @@ impl Agent {
         &self,
         id: &str,
         hostname: &str,
-        of_host: OfHost,
+        of_host: HostSettings,
     ) -> Result<String, AgentError> {
         let mut request = agent::StartSandboxRequest::new();
         request.api_version = API_VERSION;

@@ -26,7 +26,7 @@ use bulkhead_agent_api::agent::ConfigureNetworkRequest;
 use bulkhead_vmm_api::ATTACHABLE_DEVICES;
 
 pub(crate) use self::{
-    policy::Policy, redirect::remove as remove_redirect, scan::kernels_route, watch::Watch,
+    policy::Policy, redirect::remove as remove_redirect, scan::connected_route, watch::Watch,
 };
 use crate::{
     host::{

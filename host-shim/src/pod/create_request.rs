@@ -218,7 +218,7 @@ impl CreatePlan {
             guest_nodes = nodes;
             spec = Spec::deserialize(&document).map_err(|source| file.damaged(source))?;
         }
-        tmpfs_sizes::give(&mut document, memory::total());
+        tmpfs_sizes::write(&mut document, memory::total());
         let linux = spec.linux.as_ref().ok_or_else(|| invalid("linux", "is missing"))?;
         let stdio = match creation {
             CreateRequest::Task(request) => {

@@ -12,7 +12,7 @@ const PAGE: u64 = 4096;
 const SMALL: u64 = 64 << 20;
 
 /// Writes the sizes into a spec, for a host with so much memory (bytes).
-pub(super) fn give(document: &mut Value, memory: u64) {
+pub(super) fn write(document: &mut Value, memory: u64) {
     let Some(mounts) = document.get_mut("mounts").and_then(Value::as_array_mut) else { return };
     for mount in mounts.iter_mut().filter(|mount| mount["type"] == "tmpfs") {
         match &mut mount["options"] {
@@ -76,7 +76,7 @@ mod tests {
 
     fn given(mount: Value) -> Value {
         let mut document = json!({ "mounts": [mount] });
-        give(&mut document, 1 << 30);
+        write(&mut document, 1 << 30);
         document["mounts"][0]["options"].clone()
     }
 
@@ -118,7 +118,7 @@ mod tests {
             assert_eq!(given(mount.clone()), mount["options"]);
         }
         let mut none = json!({"mounts": 1});
-        give(&mut none, 1);
+        write(&mut none, 1);
         assert_eq!(none, json!({"mounts": 1}));
     }
 }

@@ -70,7 +70,9 @@ pub(crate) fn run(cache: &Cache, tools: &Tools, arguments: &DemoArguments) -> Re
         !arguments.record || matches!(arguments.what, Demo::Container),
         "only the first demo is recorded"
     );
-    let payload = Payload::new(cache, &[dist::build(cache, tools, Profile::Shipped)?.put()])?;
+    // Programs that take long to build are smaller. Only one demo shows a size.
+    let profile = if matches!(arguments.what, Demo::Density) { Profile::Shipped } else { Profile::Quick };
+    let payload = Payload::new(cache, &[dist::build(cache, tools, profile)?.put()])?;
     let rig = Rig::ensure(cache, tools)?;
     let session = step("starting the host", || rig.start(&payload))?;
     let mut stage = Stage { session, recording: Recording::begin() };

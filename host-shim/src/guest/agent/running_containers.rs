@@ -61,10 +61,12 @@ impl Agent {
         answer.map(drop).map_err(|e| failed("UndoUpdate", e))
     }
 
-    /// Has the agent set the limits that follow from the guest's memory, which has become smaller.
-    pub(crate) async fn follow_memory(&self) -> Result<(), AgentError> {
-        let nothing = agent::Empty::new();
-        call("FollowMemory", QUICK, |context| self.client.follow_memory(context, &nothing)).await.map(drop)
+    /// Waits until the guest's kernel has the memory online that was added to what it began with, and the limits of its
+    /// containers follow.
+    pub(crate) async fn follow_memory(&self, added_mib: u32) -> Result<(), AgentError> {
+        let mut request = agent::FollowMemoryRequest::new();
+        request.added_mib = added_mib;
+        call("FollowMemory", SETUP, |context| self.client.follow_memory(context, &request)).await.map(drop)
     }
 
     /// Waits, without a deadline, until the containers need more memory than the guest has. `can_grow`: it gets more

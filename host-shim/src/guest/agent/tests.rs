@@ -67,7 +67,7 @@ async fn boot() -> Booted {
 /// A guest that knows its pod.
 async fn started() -> Booted {
     let booted = boot().await;
-    booted.agent.start_sandbox("demo", "guest", OfHost::default()).await.unwrap();
+    booted.agent.start_sandbox("demo", "guest", HostSettings::default()).await.unwrap();
     booted
 }
 
@@ -137,9 +137,9 @@ async fn the_sandbox_is_started_first_and_once() {
     let early = refusal(booted.agent.list_pids("demo").await);
     assert_eq!(early, (Code::FAILED_PRECONDITION, "the sandbox is not started".into()));
     assert_eq!(code(booted.create("demo", &["true"]).await), Code::FAILED_PRECONDITION);
-    let release = booted.agent.start_sandbox("demo", "guest", OfHost::default()).await.unwrap();
+    let release = booted.agent.start_sandbox("demo", "guest", HostSettings::default()).await.unwrap();
     assert_eq!(release, fs::read_to_string("/proc/sys/kernel/osrelease").unwrap().trim_end());
-    let again = refusal(booted.agent.start_sandbox("demo", "guest", OfHost::default()).await);
+    let again = refusal(booted.agent.start_sandbox("demo", "guest", HostSettings::default()).await);
     assert_eq!(again, (Code::FAILED_PRECONDITION, "the sandbox has been started already".into()));
 }
 
@@ -528,7 +528,7 @@ async fn each_call_ends_by_its_deadline() {
     calls.push((
         "StartSandbox",
         SETUP,
-        Box::pin(async { agent.start_sandbox("demo", "", OfHost::default()).await.map(drop) }),
+        Box::pin(async { agent.start_sandbox("demo", "", HostSettings::default()).await.map(drop) }),
     ));
     calls.push(("RemoveDisk", SETUP, Box::pin(agent.remove_disk("root-1"))));
     calls.push(("Shutdown", SETUP, Box::pin(agent.shutdown(SETUP))));

@@ -236,7 +236,7 @@ fn absent_routes(
 }
 
 /// The route that the guest's kernel adds by itself for such an address.
-pub(crate) fn kernels_route(address: &NetlinkMessage) -> Option<NetlinkMessage> {
+pub(crate) fn connected_route(address: &NetlinkMessage) -> Option<NetlinkMessage> {
     prefix_route(address).as_ref().map(route_message)
 }
 

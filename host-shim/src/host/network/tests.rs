@@ -325,7 +325,7 @@ fn routes_of_other_tables_and_of_no_interface_are_there() {
     assert_eq!(names(&interface.absent_routes), ["10.1.2.0/24", "fd00::/64"]);
     assert_eq!(names(&policy.unwrap().routes), ["unreachable default"]);
     // An address that is there tells which route the kernel has added for it.
-    let kernels: Vec<_> = interface.addresses.iter().filter_map(kernels_route).collect();
+    let kernels: Vec<_> = interface.addresses.iter().filter_map(connected_route).collect();
     assert_eq!(kernels[..2], interface.absent_routes[..]);
 }
 

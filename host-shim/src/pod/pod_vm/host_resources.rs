@@ -12,7 +12,7 @@ use bulkhead_agent_api::{
 };
 
 use crate::{
-    guest::agent::{Agent, OfHost},
+    guest::agent::{Agent, HostSettings},
     host::{
         cgroup,
         cgroup_changes::CgroupChanges,
@@ -213,17 +213,25 @@ impl HostResources {
         let started = async {
             let _step = timeline.begin(Step::StartSandbox);
             let agent = Agent::connect(vm.vsock()).await?;
-            let of_host = OfHost { kernel_parameters: kernel_parameters::read(), tasks: self.tasks_above };
+            let of_host =
+                HostSettings { kernel_parameters: kernel_parameters::read(), tasks: self.tasks_above };
             let release = agent.start_sandbox(&plan.id, &plan.hostname, of_host).await?;
             tracing::info!(kernel = release, "the guest knows its pod");
-            Ok(agent)
+            Ok::<_, TaskError>(agent)
         };
         let allowed = self.memory_above().await?.limit;
         let resized = async {
             let _step = timeline.begin(Step::FitMemory);
-            Ok(vm.fit_memory(needs, allowed).await?)
+            Ok::<_, TaskError>(vm.fit_memory(needs, allowed).await?)
         };
-        let (agent, ()) = run_in(&vm, async { tokio::try_join!(started, resized) }).await?;
+        let of_guest = async {
+            let (agent, added_mib): (Agent, _) = tokio::try_join!(started, resized)?;
+            if let Some(added_mib) = added_mib {
+                agent.follow_memory(added_mib).await?;
+            }
+            Ok::<_, TaskError>(agent)
+        };
+        let agent = run_in(&vm, of_guest).await?;
         Ok(Guest { vm, agent, profiles: Arc::default() })
     }
 

@@ -197,7 +197,9 @@ impl Growth {
         let Some(pod) = self.growing_pod()? else { return Ok(Answered::NoRoom) };
         match pod.promise_growth(&self.guest).await? {
             Promised::Size(wanted_mib) => {
-                self.guest.vm.grow_on_demand(wanted_mib).await?;
+                if let Some(added_mib) = self.guest.vm.grow_on_demand(wanted_mib).await? {
+                    self.guest.agent.follow_memory(added_mib).await?;
+                }
                 Ok(Answered::Grown)
             }
             Promised::NoRoom => Ok(Answered::NoRoom),

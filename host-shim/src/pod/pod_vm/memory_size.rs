@@ -34,8 +34,7 @@ impl PodVm {
     pub(crate) async fn shrink_memory(&self, guest: &Guest, fallen: u64) -> Result<(), TaskError> {
         // kubelet does not limit the cgroup of a pod with such a container, so it lowers nothing.
         let fallen = if self.has_unlimited() { 0 } else { fallen };
-        self.fit_memory(guest, fallen).await?;
-        Ok(guest.agent.follow_memory().await?)
+        self.fit_memory(guest, fallen).await
     }
 
     /// Changes the VM's memory to what its containers need and the host's cgroups allow. `fallen`: the bytes by which
@@ -45,7 +44,10 @@ impl PodVm {
             Some(host) => host.memory_above().await?.limit.map(|limit| limit.saturating_sub(fallen)),
             None => return Ok(()),
         };
-        Ok(guest.vm.fit_memory(self.memory_needs(), allowed).await?)
+        match guest.vm.fit_memory(self.memory_needs(), allowed).await? {
+            Some(added_mib) => Ok(guest.agent.follow_memory(added_mib).await?),
+            None => Ok(()),
+        }
     }
 
     /// What a container may use of the guest's memory. None: it is deleted.

@@ -161,7 +161,7 @@ fn change(before: &ConfigureNetworkRequest, now: &ConfigureNetworkRequest) -> Ch
         |route: &NetlinkMessage| before.absent_routes.contains(route) && !now.absent_routes.contains(route);
     // When an interface comes up, the kernel adds them by itself, and while it is down it refuses them.
     if before.up && now.up {
-        interface.routes.splice(0..0, stay.filter_map(network::kernels_route).filter(is_back));
+        interface.routes.splice(0..0, stay.filter_map(network::connected_route).filter(is_back));
     }
     interface.neighbours = only_in(&now.neighbours, &before.neighbours);
     let mut change = ChangeNetworkRequest::new();
@@ -498,7 +498,7 @@ mod tests {
         // 10.1.2.3/24: struct ifaddrmsg, IFA_ADDRESS, IFA_LOCAL.
         let body = [2, 24, 0, 0, 0, 0, 0, 0, 8, 0, 1, 0, 10, 1, 2, 3, 8, 0, 2, 0, 10, 1, 2, 3];
         let address = NetlinkMessage { body: body.to_vec(), ..message("10.1.2.3/24") };
-        let route = network::kernels_route(&address).unwrap();
+        let route = network::connected_route(&address).unwrap();
         assert_eq!(route.what, "10.1.2.0/24");
         let mut now = description("eth0", &[]);
         (now.addresses, now.up) = (vec![address.clone()], true);

@@ -40,8 +40,13 @@ impl Requested {
 
 impl Vm {
     /// Changes the size of the guest's memory, if needed, for what containers may use together, in a cgroup of the host
-    /// that allows `allowed` bytes.
-    pub(crate) async fn fit_memory(&self, needs: Needs, allowed: Option<u64>) -> Result<(), VmError> {
+    /// that allows `allowed` bytes. Returns what the guest has beyond the memory that it began with, MiB, if that has
+    /// changed.
+    pub(crate) async fn fit_memory(
+        &self,
+        needs: Needs,
+        allowed: Option<u64>,
+    ) -> Result<Option<u32>, VmError> {
         let Needs { limits, huge_pages } = needs;
         if !self.memory.holds_huge_pages(needs) {
             return Err(VmError::HugePages { wanted_mib: huge_pages >> 20, most_mib: self.memory.most });
@@ -69,7 +74,7 @@ impl Vm {
         let needed_mib = needed_mib.min(wanted_mib);
         if wanted_mib == before.mib && (needed_mib..=wanted_mib).contains(&before.reached_mib) {
             requested.huge_pages_mib = huge_pages_mib;
-            return Ok(());
+            return Ok(None);
         }
         let wanted = Present { mib: wanted_mib, huge_pages_mib };
         match self.resize(requested, wanted, needed_mib).await {
@@ -85,7 +90,12 @@ impl Vm {
                 "the guest keeps more memory than the pod's cgroup allows, so the host may kill the VM"
             ),
         }
-        Ok(())
+        Ok(Some(self.added_mib().await))
+    }
+
+    /// What the guest has beyond the memory that it began with, MiB.
+    async fn added_mib(&self) -> u32 {
+        self.requested.lock().await.reached_mib.saturating_sub(self.memory.least)
     }
 
     /// The size to which the VM grows on demand, MiB. None: there is no room.
@@ -98,19 +108,20 @@ impl Vm {
         (size > present_mib).then_some(size)
     }
 
-    /// Grows on demand of containers without a limit.
-    pub(crate) async fn grow_on_demand(&self, wanted_mib: u32) -> Result<(), VmError> {
+    /// Grows on demand of containers without a limit. Returns what the guest has beyond the memory that it began with,
+    /// MiB, if it has grown.
+    pub(crate) async fn grow_on_demand(&self, wanted_mib: u32) -> Result<Option<u32>, VmError> {
         let requested = self.requested.lock().await;
         let before_mib = requested.mib;
         if wanted_mib <= before_mib {
-            return Ok(());
+            return Ok(None);
         }
         let wanted = Present { mib: wanted_mib, huge_pages_mib: requested.huge_pages_mib };
         self.resize(requested, wanted, wanted_mib)
             .await
             .map_err(|source| VmError::GrowOnDemand { wanted_mib, source })?;
         tracing::info!(before_mib, wanted_mib, "the VM grew for containers without a memory limit");
-        Ok(())
+        Ok(Some(self.added_mib().await))
     }
 
     /// Requests that the guest has what is `wanted`, and waits until it has `needed_mib` or more of that. Others may

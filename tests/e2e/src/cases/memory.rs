@@ -160,9 +160,13 @@ fn grown_gives_back(host: &Host) -> Result<()> {
 
 fn grows_to_the_configured(host: &Host) -> Result<()> {
     let _small = small_at_first(host, "max_memory_mib = 512\n")?;
-    let task = host.container().detach(&["sleep", "1000"])?;
+    let task = host.container().flags(["--privileged"]).detach(&["sleep", "1000"])?;
     fills(&task, 350)?.succeeds()?;
     fills(&task, 600)?.exits(137)?;
+    // The guest's kernel and agent keep their reserve: the containers had reached a limit, and not the end of memory.
+    let kills = task.exec(&["sh", "-c", "dmesg | grep -i 'out of memory: killed'"])?.succeeds()?.text();
+    let is_of_cgroup = |line: &str| line.contains("Memory cgroup out of memory");
+    ensure!(kills.lines().all(is_of_cgroup), "expected  kills for the limit of a cgroup\ncame      {kills}");
     fills(&task, 350)?.succeeds()?;
     let limited = host.container().flags(["--memory-limit", "1073741824"]).detach(&["sleep", "1000"])?;
     fills(&limited, 350)?.succeeds()?;

@@ -37,11 +37,12 @@ const LEAKS: &str = "
 ## A container that leaks memory, beside a sidecar
 
 The sidecar has a limit of 64 MiB. One of its processes holds 32 MiB, and another serves a page. The leak is a program
-of one page that takes 1 MiB after the other, until it is killed. The *killed process* is what the log of the kernel
-that the containers see names: on runc the host's, on Bulkhead the guest's. *Sidecar* says how often it answered a
-request for its page by the network while the leak ran and after its end, and whether its processes were left. *Kills by
-the host* is `oom_kill` of the pod's cgroup on the host. On runc it is the host that kills the leak, and Linux counts
-this process twice, because it kills all processes of the container (`memory.oom.group`, as kubelet sets it).
+of one page that takes 1 MiB after the other and writes to it, until it is killed. The *killed process* is what the log
+of the kernel that the containers see names: on runc the host's, on Bulkhead the guest's. *Written* is how much the leak
+had taken by then. *Sidecar* says how often it answered a request for its page by the network while the leak ran and
+after its end; it was *whole* if none of its processes was missing afterwards. *Kills by the host* is `oom_kill` of the
+pod's cgroup on the host. On runc it is the host that kills the leak, and Linux counts this process twice, because it
+kills all processes of the container (`memory.oom.group`, as kubelet sets it).
 
 ";
 

@@ -9,7 +9,7 @@ use anyhow::{Context, Result, anyhow, ensure};
 use sha2::{Digest, Sha256};
 
 use super::super::Case;
-use crate::command::wait_until;
+use crate::command::{Cmd, wait_until};
 use crate::ctr::Host;
 use crate::pods::{Container, Pod};
 
@@ -19,6 +19,7 @@ pub(in crate::cases) const CASES: &[Case] = &[
     Case::both("a_pod_is_reached_from_the_host_by_ipv6", from_host_by_ipv6),
     Case::both("the_host_is_reached_from_a_pod", to_host),
     Case::both("a_pod_is_reached_from_another_pod", pod_to_pod),
+    Case::both("services_and_policies_of_the_hosts_iptables_apply", services_and_policies),
     Case::both("a_port_of_the_host_is_the_pods", host_port),
     Case::both("a_pod_that_is_replaced_gets_a_network_again", replaced),
     Case::both("port_forward_reaches_what_listens_on_the_pods_loopback_interface", port_forward),
@@ -154,6 +155,52 @@ fn pod_to_pod(host: &Host) -> Result<()> {
     let _server = serve(&server)?;
     let script = format!("until wget -q -O - http://{}/ 2>/dev/null; do sleep 0.1; done", server.ip()?);
     client.container().sh(&script)?.succeeds()?.prints("hello\n")?;
+    Ok(())
+}
+
+/// Rules of the host as kube-proxy makes them for a Service, and a network plugin for a NetworkPolicy.
+fn services_and_policies(host: &Host) -> Result<()> {
+    const SERVICE: &str = "10.96.77.10";
+    let (server, client) = (Pod::start(host)?, Pod::start(host)?);
+    let (to, from) = (server.ip()?, client.ip()?);
+    let _server = serve(&server)?;
+    let asks = client.container().start(&["sleep", "1000"])?;
+    let page = || asks.exec(&["wget", "-q", "-T", "3", "-O", "-", &format!("http://{SERVICE}/")]);
+    let rules = [
+        format!("-t nat -I PREROUTING -d {SERVICE} -p tcp --dport 80 -j DNAT --to-destination {to}:80"),
+        // Without it the answer would go from pod to pod, from another address than was asked.
+        format!("-t nat -I POSTROUTING -s {from} -d {to} -j MASQUERADE"),
+        format!("-I FORWARD -s {from} -d {to} -j ACCEPT"),
+        format!("-I FORWARD -s {to} -d {from} -j ACCEPT"),
+    ];
+    let _rules = rules.iter().map(|rule| Rule::add(rule)).collect::<Result<Vec<_>>>()?;
+    wait_until("a page of the service", host.patience(super::SEEN), || Ok(page()?.text() == "hello\n"))?;
+    let policy = Rule::add(&format!("-I FORWARD -s {from} -d {to} -j REJECT"))?;
+    page()?.exits(1)?;
+    drop(policy);
+    page()?.succeeds()?.prints("hello\n")?;
+    Ok(())
+}
+
+/// A rule of the host's iptables, until it is dropped.
+struct Rule(String);
+
+impl Rule {
+    /// It inserts it at the beginning of its chain: `-t TABLE -I CHAIN ...`.
+    fn add(words: &str) -> Result<Self> {
+        iptables(words)?;
+        Ok(Self(words.replacen("-I ", "-D ", 1)))
+    }
+}
+
+impl Drop for Rule {
+    fn drop(&mut self) {
+        let _ = iptables(&self.0);
+    }
+}
+
+fn iptables(words: &str) -> Result<()> {
+    Cmd::new("iptables").args(["-w"]).args(words.split_whitespace()).run()?.succeeds()?;
     Ok(())
 }
 
