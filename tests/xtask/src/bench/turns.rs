@@ -17,7 +17,8 @@ const LIMIT: Duration = Duration::from_secs(10 * 60);
 /// So many hosts may end before they have run the case.
 const MOST_ENDED: usize = 8;
 
-/// Runs the case so often on each runtime, in one rig, as long as its host lives. `take` gets the runtime and what the case has printed on it.
+/// Runs the case so often on each runtime, in one rig, as long as its host lives. `take` gets the runtime and what the
+/// case has printed on it.
 pub(super) fn run(
     cache: &Cache,
     tools: &Tools,
