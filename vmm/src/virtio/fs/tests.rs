@@ -37,6 +37,7 @@ use crate::{
 
 mod exclusive;
 mod extended_attributes;
+mod inode_flags;
 mod listings;
 mod sockets_and_fifos;
 mod sync;
