@@ -4,10 +4,11 @@
 //! answers five of them, and ENOTTY to all others. No bytes of the guest are passed to the host's kernel unread.
 //!
 //! The guest's kernel checks that the caller owns the file. The host's kernel checks that the mount can be written to,
-//! and that the file system has the flags. But it cannot check everything. overlayfs repeats a change in its upper layer
-//! with the credentials of the mounter, who has all capabilities. And a process outside of user namespaces may move its
-//! files to another project, and so out of its quota. So the server itself refuses the flags that need a capability that
-//! it lacks, and all that is about projects. What is left are hints, and flags that can be had by open(2) too.
+//! and that the file system has the flags. But it cannot check everything. overlayfs repeats a change in its upper
+//! layer with the credentials of the mounter, who has all capabilities. And a process outside of user namespaces may
+//! move its files to another project, and so out of its quota. So the server itself refuses the flags that need a
+//! capability that it lacks, and all that is about projects. What is left are hints, and flags that can be had by
+//! open(2) too.
 //!
 //! There is no ioctl that changes a single flag. If the host changes flags at the same moment, its change may be lost,
 //! as if two processes of the host did that. The kernel does not let the server remove FS_IMMUTABLE_FL and
