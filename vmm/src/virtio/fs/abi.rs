@@ -110,8 +110,8 @@ pub(super) const OPEN_CACHE_DIR: u32 = 1 << 3;
 pub(super) const OPEN_NOFLUSH: u32 = 1 << 5;
 
 /// `fuse_open_in.flags` with which Linux opens a file or directory to send one of the ioctls for inode flags. It does
-/// not look at what the answer says about caches (fs/fuse/ioctl.c, fuse_priv_ioctl_prepare). open(2) of a 64-bit process
-/// adds O_LARGEFILE.
+/// not look at what the answer says about caches (fs/fuse/ioctl.c, fuse_priv_ioctl_prepare). open(2) of a 64-bit
+/// process adds O_LARGEFILE.
 pub(super) const OPENED_FOR_IOCTL: u32 = 0;
 
 /// `fuse_setattr_in.valid`.
