@@ -159,11 +159,22 @@ const DIFFERENCES: &[(&str, &str)] = &[
          them on runc, and all files of a root have one `st_dev`",
         "the guest sees one FUSE file system",
     ),
-    ("`lsattr` and `chattr` (ENOTTY) on files of the host", "not built yet"),
     (
-        "FS_IOC_FIEMAP (`filefrag`) and FS_IOC_GETVERSION (EOPNOTSUPP, ENOTTY), and reads with RWF_NOWAIT (EOPNOTSUPP), \
-         on files of the host",
-        "a client of FUSE in Linux does not send them, or the server does not know them",
+        "`chattr` on files of the host: refused (EPERM), also for a privileged container, are immutable, append-only and \
+         journalled files (`i`, `a`, `j`), another project (`p`), and whether new files get that of their directory \
+         (`P`). Refused (EOPNOTSUPP) are DAX, directories that ignore case (`F`) and the sizes of the extents of XFS. \
+         How a file is stored (`e`) stays",
+        "the VMM has no CAP_LINUX_IMMUTABLE and no CAP_SYS_RESOURCE; a file that leaves its project leaves its quota; the \
+         server relies on the rest (docs/architecture.md, Files)",
+    ),
+    (
+        "the time of the last change (ctime) after `chattr` on files of the host: not refused, but the guest may show the \
+         one from before until it asks again",
+        "a client of FUSE in Linux keeps its attributes when it sends these ioctls",
+    ),
+    (
+        "FS_IOC_FIEMAP (`filefrag`) and reads with RWF_NOWAIT (EOPNOTSUPP) on files of the host",
+        "a client of FUSE in Linux does not send them",
     ),
     (
         "access times of files of the host: not refused, but what the guest answers from its caches does not move them, \

@@ -27,6 +27,11 @@ const ANSWER_LEN: u32 = 0x2_0000;
 /// FUSE_INIT, and the last opcode of Linux 6.12.
 const INIT: u32 = 26;
 const LAST_OPCODE: u32 = 53;
+/// FUSE_IOCTL.
+const IOCTL: u32 = 39;
+/// The ioctls that the server knows (FS_IOC_GETFLAGS, FS_IOC_SETFLAGS, FS_IOC_GETVERSION, FS_IOC_FSGETXATTR and
+/// FS_IOC_FSSETXATTR), and FS_IOC_SETVERSION.
+const IOCTLS: [u32; 6] = [0x8008_6601, 0x4008_6602, 0x8008_7601, 0x801c_581f, 0x401c_5820, 0x4008_7602];
 /// Bytes of `fuse_in_header`.
 const HEADER: usize = 40;
 /// The contents of a file beside the shared directory.
@@ -101,7 +106,7 @@ fn request(guest: &mut Guest, input: &mut Input) {
     let opcode = u32::from(input.u8()) % (LAST_OPCODE + 2);
     let node = if input.u8() < 250 { number(input) } else { input.u64() };
     let uid = input.choose(&[0, 0, 1000, u32::MAX]);
-    let mut body = Vec::new();
+    let mut body = if opcode == IOCTL { ioctl(input) } else { Vec::new() };
     for _ in 0..input.below(12) {
         match input.below(5) {
             0 => body.extend(number(input).to_le_bytes()),
@@ -119,6 +124,20 @@ fn request(guest: &mut Guest, input: &mut Input) {
     }
     let room = if input.u8() < 220 { ANSWER_LEN } else { input.u16().into() };
     send(guest, opcode, node, uid, &body, room);
+}
+
+/// `fuse_ioctl_in` of an ioctl. Its argument may follow.
+fn ioctl(input: &mut Input) -> Vec<u8> {
+    let mut body = number(input).to_le_bytes().to_vec();
+    let command = if input.u8() < 200 { input.choose(&IOCTLS) } else { input.u32() };
+    for word in [input.u8().into(), command, 0, 0] {
+        body.extend(word.to_le_bytes());
+    }
+    for usual in [[0, 4, 28], [4, 8, 28]] {
+        let size: u32 = if input.u8() < 200 { input.choose(&usual) } else { input.u32() };
+        body.extend(size.to_le_bytes());
+    }
+    body
 }
 
 /// The number of a node or a handle: the low 20 bits are an index, the others a serial number.

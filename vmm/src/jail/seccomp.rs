@@ -182,4 +182,14 @@ mod tests {
         // SAFETY: this request has no argument and changes nothing.
         forbidden(ThreadRole::Vcpu, || unsafe { libc::ioctl(event.as_raw_fd(), KVM_GET_API_VERSION) });
     }
+    #[test]
+    #[allow(unsafe_code)]
+    fn nothing_is_asked_of_a_file_but_its_inode_flags() {
+        const FS_IOC_SETVERSION: libc::c_ulong = 0x4008_7602;
+        let number: libc::c_long = 0;
+        // SAFETY: this request reads a number of at most this size, and changes no file: it is killed.
+        forbidden(ThreadRole::Fs, || unsafe {
+            libc::ioctl(libc::STDOUT_FILENO, FS_IOC_SETVERSION, &raw const number)
+        });
+    }
 }

@@ -18,6 +18,9 @@ use super::ThreadRole;
 /// The type of the ioctls of block devices, whose numbers libc lacks (linux/fs.h).
 const BLOCK_DEVICES: u32 = 0x12;
 
+/// Bytes of `struct fsxattr` (linux/fs.h).
+const FSXATTR: u32 = 28;
+
 /// A system call that is allowed with these arguments. Several entries for one call are alternatives. An entry without
 /// arguments allows the call with any arguments.
 pub(super) struct Allowed {
@@ -253,6 +256,13 @@ const FS: &[Allowed] = &[
     any(libc::SYS_lseek),
     any(libc::SYS_copy_file_range),
     any(libc::SYS_fstatfs),
+    // IOCTL: reading and setting inode flags (FS_IOC_GETFLAGS, FS_IOC_SETFLAGS, FS_IOC_FSGETXATTR, FS_IOC_FSSETXATTR),
+    // and FS_IOC_GETVERSION. The kernel's numbers say `long`.
+    when(libc::SYS_ioctl, &[is(1, ioctl_expr(_IOC_READ, b'f' as u32, 1, size_of::<libc::c_long>() as u32))]),
+    when(libc::SYS_ioctl, &[is(1, ioctl_expr(_IOC_WRITE, b'f' as u32, 2, size_of::<libc::c_long>() as u32))]),
+    when(libc::SYS_ioctl, &[is(1, ioctl_expr(_IOC_READ, b'X' as u32, 31, FSXATTR))]),
+    when(libc::SYS_ioctl, &[is(1, ioctl_expr(_IOC_WRITE, b'X' as u32, 32, FSXATTR))]),
+    when(libc::SYS_ioctl, &[is(1, ioctl_expr(_IOC_READ, b'v' as u32, 1, size_of::<libc::c_long>() as u32))]),
     // READDIR.
     any(libc::SYS_getdents64),
     // Names: READLINK, SYMLINK, LINK, MKDIR, MKNOD, RENAME2, UNLINK and RMDIR.

@@ -109,6 +109,11 @@ pub(super) const OPEN_CACHE_DIR: u32 = 1 << 3;
 /// `FOPEN_NOFLUSH`: the guest need not send FLUSH when the file is closed.
 pub(super) const OPEN_NOFLUSH: u32 = 1 << 5;
 
+/// `fuse_open_in.flags` with which Linux opens a file or directory to send one of the ioctls for inode flags. It does
+/// not look at what the answer says about caches (fs/fuse/ioctl.c, fuse_priv_ioctl_prepare). open(2) of a 64-bit
+/// process adds O_LARGEFILE.
+pub(super) const OPENED_FOR_IOCTL: u32 = 0;
+
 /// `fuse_setattr_in.valid`.
 pub(super) mod set {
     pub(crate) const MODE: u32 = 1 << 0;

@@ -400,6 +400,7 @@ impl Server {
             opcode::FALLOCATE => self.allocate(request),
             opcode::LSEEK => self.seek(request),
             opcode::COPY_FILE_RANGE => self.copy_range(request),
+            opcode::IOCTL => self.control_inode(request),
             // The driver handles these itself: locks and access(2).
             _ => Err(Errno::NOSYS),
         }

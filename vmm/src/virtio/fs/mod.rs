@@ -49,6 +49,9 @@ mod file_server;
 mod file_stat;
 mod handles;
 mod identity;
+mod inode_flags;
+#[allow(unsafe_code)]
+mod inode_ioctls;
 mod listings;
 mod nodes;
 mod open_files;

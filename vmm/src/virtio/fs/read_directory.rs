@@ -12,7 +12,7 @@ use rustix::{
 };
 
 use super::{
-    abi::{Body, DIRENT, Dirent, OPEN_CACHE_DIR, OPEN_KEEP_CACHE, Result},
+    abi::{Body, DIRENT, Dirent, OPEN_CACHE_DIR, OPEN_KEEP_CACHE, OPENED_FOR_IOCTL, Result},
     file_server::{Answer, ENTRY_OUT, LONGEST_DATA, Request, Server},
     file_stat::stat_at,
     identity::kind_of,
@@ -55,8 +55,8 @@ impl Entries {
 
 impl Server {
     /// `fuse_open_in`.
-    pub(super) fn open_directory(&mut self, request: Request) -> Result<Answer> {
-        let node = request.header.node;
+    pub(super) fn open_directory(&mut self, mut request: Request) -> Result<Answer> {
+        let (flags, node) = (request.args.u32()?, request.header.node);
         if self.tables().nodes.kind(node)? != FileType::Directory {
             return Err(Errno::NOTDIR);
         }
@@ -66,7 +66,7 @@ impl Server {
         if self.tables().nodes.is_own(node) {
             keeps |= OPEN_CACHE_DIR;
         }
-        if self.tables().nodes.remember_version(node, version(&stat))? {
+        if flags != OPENED_FOR_IOCTL && self.tables().nodes.remember_version(node, version(&stat))? {
             keeps |= OPEN_KEEP_CACHE;
         }
         let handle = self.add_handle(node, DIRECTORY, directory)?;

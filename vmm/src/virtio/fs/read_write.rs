@@ -15,7 +15,10 @@ use rustix::{
 };
 
 use super::{
-    abi::{Body, FSYNC_DATA, OPEN_KEEP_CACHE, OPEN_KILL_SUIDGID, OPEN_NOFLUSH, Result, WRITE_KILL_SUIDGID},
+    abi::{
+        Body, FSYNC_DATA, OPEN_KEEP_CACHE, OPEN_KILL_SUIDGID, OPEN_NOFLUSH, OPENED_FOR_IOCTL, Result,
+        WRITE_KILL_SUIDGID,
+    },
     file_server::{Answer, LONGEST_DATA, Request, Server, done},
     file_stat::{FileStat, stat_at},
     handles,
@@ -42,6 +45,11 @@ impl Server {
         }
         self.tables().handles.make_room()?;
         let (file, stat) = self.open_file(node, flags, open_flags & OPEN_KILL_SUIDGID != 0)?;
+        if flags == OPENED_FOR_IOCTL {
+            // The guest reads nothing, so whatever it has cached stays to be checked by the next open.
+            let handle = self.add_handle(node, OFlags::RDONLY, file)?;
+            return Ok(Body::default().u64(handle).u32(OPEN_NOFLUSH).u32(0).into());
+        }
         if flags & OFlags::TRUNC.bits() != 0 {
             self.tables().nodes.resized(node);
         } else if self.tables().nodes.forget_other_size(node, &stat) {

@@ -37,10 +37,13 @@ use crate::{
 
 mod exclusive;
 mod extended_attributes;
+mod inode_flags;
 mod listings;
 mod sockets_and_fifos;
 mod sync;
 
+/// Linux adds it in open(2) of a 64-bit process. The constant of libc is 0 there.
+const O_LARGEFILE: i32 = 0o10_0000;
 const HIPRIO: usize = 0;
 const REQUESTS: usize = 1;
 const REQUEST: u64 = BUFFERS;
@@ -193,6 +196,10 @@ impl Guest {
 
     /// Opens a file. Returns the handle and the FOPEN_* flags.
     fn opened(&mut self, node: u64, flags: i32) -> Result<(u64, u32), i32> {
+        self.opened_exactly(node, flags | O_LARGEFILE)
+    }
+
+    fn opened_exactly(&mut self, node: u64, flags: i32) -> Result<(u64, u32), i32> {
         let mut body = Vec::from(flags.to_le_bytes());
         body.extend([0; 4]);
         let answer = self.ask(opcode::OPEN, node, &body)?;
@@ -730,7 +737,12 @@ fn the_pages_of_a_file_are_kept_until_it_changes() {
     let path = guest.dir.path().join("file");
     fs::write(&path, "one").unwrap();
     let file = guest.lookup(ROOT, "file").unwrap();
-    let mut keeps = || guest.opened(file, libc::O_RDONLY).unwrap().1 & OPEN_KEEP_CACHE != 0;
+    // As Linux does for lsattr(1). That tells the guest nothing about its pages.
+    let for_ioctl = |guest: &mut Guest| guest.opened_exactly(file, 0).unwrap().1 & OPEN_KEEP_CACHE != 0;
+    let mut keeps = || {
+        assert!(!for_ioctl(&mut guest));
+        guest.opened(file, libc::O_RDONLY).unwrap().1 & OPEN_KEEP_CACHE != 0
+    };
     // Shortly after a change, the next change may leave the same times.
     assert!(!keeps() && !keeps());
     thread::sleep(Duration::from_secs(3));
@@ -830,6 +842,8 @@ fn a_file_whose_size_the_host_has_changed_is_looked_up_again_when_it_is_opened()
     // What the guest was told just now is as good as before the open.
     guest.open(file, libc::O_RDONLY).unwrap();
     thread::sleep(CACHED_FOR + Duration::from_millis(100));
+    // Linux would not look it up again for lsattr(1).
+    guest.opened_exactly(file, 0).unwrap();
     assert_eq!(guest.open(file, libc::O_RDONLY), Err(-libc::ESTALE));
     assert_eq!(guest.lookup(root, "file"), Ok(file));
     guest.open(file, libc::O_RDONLY).unwrap();

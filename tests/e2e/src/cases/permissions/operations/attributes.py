@@ -180,7 +180,8 @@ for what, act, paths in (
         ("no noatime", lambda: os.read(os.open("big", RD | os.O_NOATIME), 10), "big"),
         ("default list", lambda: os.setxattr("d", "system.posix_acl_default", LIST), "d"),
         ("utime of a link", lambda: os.utime("l", ns=(1, 2), follow_symlinks=False), "l g"),
-        ("failed rename", lambda: os.rename("g", "d"), "g d ."), ("failed rmdir", lambda: os.rmdir("d"), "d .")):
+        ("failed rename", lambda: os.rename("g", "d"), "g d ."), ("failed rmdir", lambda: os.rmdir("d"), "d ."),
+        ("inode flags", lambda: set_inode_flags(os.open("big", RD), 0x40), "big")):
     for name in ("big", "to"):
         if name in paths and not os.path.exists(name):
             write(name, b"0" * 100)

@@ -118,6 +118,16 @@ def opened(path, flags=RD, mode=0o666):
     return "opened"
 
 
+def inode_flags(fd):
+    """The inode flags (FS_IOC_GETFLAGS)."""
+    return struct.unpack("q", fcntl.ioctl(fd, 0x80086601, bytes(8)))[0]
+
+
+def set_inode_flags(fd, new):
+    """Sets the inode flags (FS_IOC_SETFLAGS)."""
+    fcntl.ioctl(fd, 0x40086602, struct.pack("q", new))
+
+
 class File:
     """A descriptor."""
 

@@ -334,6 +334,13 @@ with File("f", RW) as fd, File(".") as here:
     show("FS_IOC_GETFLAGS of a directory", lambda: fcntl.ioctl(here, 0x80086601, bytes(8))[:0])
     show("FS_IOC_SETFLAGS, no dump", lambda: fcntl.ioctl(fd, 0x40086602, struct.pack("q", 0x40))[:0],
          lambda: hex(struct.unpack("q", fcntl.ioctl(fd, 0x80086601, bytes(8)))[0] & 0x40))
+    show("FS_IOC_SETFLAGS, no access times", lambda: set_inode_flags(fd, 0xC0), lambda: hex(inode_flags(fd) & 0xF0))
+    show("FS_IOC_SETFLAGS of a directory", lambda: set_inode_flags(here, 0x40), lambda: set_inode_flags(here, 0))
+    show("FS_IOC_SETFLAGS, as a user", as_user(lambda: set_inode_flags(fd, 0)), lambda: hex(inode_flags(fd) & 0xF0))
+    show("FS_IOC_SETFLAGS, immutable", lambda: set_inode_flags(fd, 0x10), lambda: opened("f", WR),
+         lambda: set_inode_flags(fd, 0), lambda: hex(inode_flags(fd) & 0xF0))
+    show("FS_IOC_FSSETXATTR, no dump", lambda: fcntl.ioctl(fd, 0x401C5820, struct.pack("I24x", 0x80))[:0],
+         lambda: hex(inode_flags(fd) & 0xF0))
     show("FS_IOC_FSGETXATTR", lambda: fcntl.ioctl(fd, 0x801C581F, bytes(28))[:0])
     show("FS_IOC_FIEMAP", lambda: fcntl.ioctl(fd, 0xC020660B, bytearray(struct.pack("QQIIII", 0, 1 << 62, 0, 0, 0, 0))))
     show("FS_IOC_GETVERSION", lambda: fcntl.ioctl(fd, 0x80087601, bytes(8))[:0])
