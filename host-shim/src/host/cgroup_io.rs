@@ -315,7 +315,7 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let text = "8:0 rbps=5".to_owned();
         let of_file = limit(Limit::File { name: MOST, text: text.clone() });
-        set(&of_files(root.path(), true), &[of_file.clone()], &Mutex::default()).unwrap();
+        set(&of_files(root.path(), true), std::slice::from_ref(&of_file), &Mutex::default()).unwrap();
         assert_eq!(fs::read_to_string(root.path().join("a/io.max")).unwrap(), text);
         assert_eq!(fs::read_to_string(root.path().join("cgroup.subtree_control")).unwrap(), "+io");
         let error = set(&of_files(root.path(), false), &[of_file], &Mutex::default()).unwrap_err();

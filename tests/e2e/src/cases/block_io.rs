@@ -5,16 +5,17 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::Case;
 use super::devices::Loop;
+use crate::command::Size;
 use crate::ctr::{Host, Runtime};
-use crate::docker::Client;
 use crate::fixtures::Spec;
+use crate::shim::{Shim, granted};
 
 pub(super) const CASES: &[Case] = &[
-    Case::both("dockers_flags_are_limits_of_the_cgroup_on_the_host", limits),
+    Case::both("limits_are_those_of_the_cgroup_on_the_host", limits),
     Case::both("a_device_that_does_not_exist_is_named", missing),
 ];
 
@@ -46,17 +47,24 @@ fn has_line(cgroup: &Path, file: &str, expected: &str) -> Result<()> {
 
 fn limits(host: &Host) -> Result<()> {
     let device = Loop::new()?;
-    let limit = |rate: &str| format!("{}:{rate}", device.path());
-    let (read, write) = (limit("1mb"), limit("2mb"));
-    let (reads, writes) = (limit("100"), limit("200"));
-    let flags = ["--device-read-bps", &read, "--device-write-bps", &write, "--device-read-iops", &reads];
-    let more = ["--device-write-iops", &writes, "--blkio-weight", "300"];
-    let made = Client::of(host)?.container().flags(flags).flags(more).detach(&["sleep", "1000"])?;
-    let cgroup = cgroup_of(&made.inspect("/State/Pid")?.to_string())?;
-    let most = format!("{} rbps=1048576 wbps=2097152 riops=100 wiops=200", numbers(&device)?);
+    let device = numbers(&device)?;
+    let (major, minor) = device.split_once(':').context("no numbers")?;
+    let rate = |rate: u64| -> Result<Value> {
+        Ok(json!([{ "major": major.parse::<u32>()?, "minor": minor.parse::<u32>()?, "rate": rate }]))
+    };
+    let limits = json!({
+        "weight": 300, "throttleReadBpsDevice": rate(1 << 20)?, "throttleWriteBpsDevice": rate(2 << 20)?,
+        "throttleReadIOPSDevice": rate(100)?, "throttleWriteIOPSDevice": rate(200)?,
+    });
+    let spec = Spec::of(host, &["sleep", "1000"])?.with("/process", "terminal", true.into())?;
+    let spec = spec.with("/linux/resources", "blockIO", limits)?;
+    let rooted = spec.detach_in_terminal(host.container(), Size { width: 80, height: 24 })?;
+    let shim = Shim::of(host, rooted.task.id())?;
+    let cgroup = cgroup_of(&granted(shim.state(""))?.pid.to_string())?;
+    let most = format!("{device} rbps=1048576 wbps=2097152 riops=100 wiops=200");
     has_line(&cgroup, "io.max", &most)?;
     has_line(&cgroup, "io.weight", "default 2930")?;
-    made.docker(&["update", "--blkio-weight", "1000"])?.succeeds()?;
+    granted(shim.update(&json!({ "blockIO": { "weight": 1000 } })))?;
     has_line(&cgroup, "io.weight", "default 10000")?;
     // What an update leaves out stays.
     has_line(&cgroup, "io.max", &most)
