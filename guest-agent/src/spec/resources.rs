@@ -30,8 +30,9 @@ const OF_THE_HOST_TOO: [(&str, &str); 8] = [
 const SWAP_LIMITS: [&str; 4] =
     ["memory.swap.max", "memory.swap.high", "memory.zswap.max", "memory.zswap.writeback"];
 
-/// Why the io controller limits nothing: what containers read and write is the file server's to do, on the host.
-const NO_BLOCK_LIMITS: &str = "limits on block devices are not built";
+/// Why the io controller limits nothing here: what containers read and write is the VMM's to do, on the host. The shim
+/// sets such limits there, if a container has a VM of its own, and does not pass them on.
+const NO_BLOCK_LIMITS: &str = "the VM reads and writes for all containers of its pod";
 
 /// The settings in the order in which they are to be made.
 #[derive(Default)]

@@ -61,6 +61,16 @@ pub(crate) enum CgroupError {
     Controller { path: PathBuf, controller: &'static str, source: io::Error },
     #[error("this host has no cgroup controller {controller:?}")]
     NoController { controller: &'static str },
+    #[error("{field} cannot be set")]
+    Field { field: String, source: Box<CgroupError> },
+    #[error("{field} cannot be set: {path} does not exist, so the host's kernel has no such limit")]
+    NoFile { field: String, path: PathBuf },
+    #[error("{field}: cannot write {text:?} to {path}{hint}")]
+    Line { field: String, text: String, path: PathBuf, hint: &'static str, source: io::Error },
+    #[error(
+        "{field} is of cgroup v2, and this host has the controller blkio of cgroup v1; use linux.resources.blockIO"
+    )]
+    OfV2 { field: String },
     #[error("cannot make cgroup {path}")]
     Create { path: PathBuf, source: io::Error },
     #[error(transparent)]

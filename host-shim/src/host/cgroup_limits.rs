@@ -220,12 +220,22 @@ fn apply_one(cgroup: &Cgroup, setting: &Setting) -> Result<(), CgroupError> {
     if setting.v2.is_empty() {
         return Ok(());
     }
+    write_enabled(directory, controller, setting.v2, &setting.v2_value)
+}
+
+/// Writes to a file of a controller of v2, which is enabled before.
+pub(super) fn write_enabled(
+    directory: &Directory,
+    controller: &'static str,
+    file: &str,
+    text: &str,
+) -> Result<(), CgroupError> {
     // Between the two calls another manager of cgroups, such as systemd, can disable the controller further up.
     let mut attempts = 0;
     loop {
         enable(directory, controller)?;
         attempts += 1;
-        match write(&directory.path.join(setting.v2), &setting.v2_value) {
+        match write(&directory.path.join(file), text) {
             Err(CgroupError::Limit { source, .. }) if attempts < ENABLE_ATTEMPTS && has_no_file(&source) => {
                 std::thread::sleep(ENABLE_PAUSE);
             }
@@ -240,7 +250,7 @@ fn has_no_file(error: &io::Error) -> bool {
 }
 
 /// Enables a controller of v2 for the children of each cgroup above this one.
-fn enable(directory: &Directory, controller: &'static str) -> Result<(), CgroupError> {
+pub(super) fn enable(directory: &Directory, controller: &'static str) -> Result<(), CgroupError> {
     let above = directory.path.ancestors().skip(1).take_while(|path| path.starts_with(&directory.root));
     let mut above: Vec<&Path> = above.collect();
     above.reverse();

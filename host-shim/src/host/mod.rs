@@ -5,6 +5,7 @@ pub(crate) mod block_device;
 pub(crate) mod blocking;
 pub(crate) mod cgroup;
 pub(crate) mod cgroup_changes;
+pub(crate) mod cgroup_io;
 pub(crate) mod cgroup_limits;
 pub(crate) mod child_log;
 pub(crate) mod clock;

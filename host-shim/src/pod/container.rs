@@ -199,6 +199,8 @@ impl Container {
             if let Some(policy) = &plan.apparmor {
                 guest.profiles.load(&guest.agent, policy).await?;
             }
+            // Not before: they would slow down the boot.
+            pod.limit_io(&plan.io_limits).await?;
             let new = NewContainer {
                 id: &plan.id,
                 spec_json: &spec,

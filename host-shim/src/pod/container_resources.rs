@@ -15,7 +15,9 @@ use tracing::Instrument;
 
 use crate::{
     guest::{agent::AgentError, stats},
+    host::cgroup_io::IoLimit,
     pod::{
+        block_io,
         container::Container,
         container_role::Role,
         devices,
@@ -43,6 +45,8 @@ struct Update {
     resources: Resources,
     /// For the guest.
     json: Vec<u8>,
+    /// For the host.
+    io: Vec<IoLimit>,
     /// When it must have ended.
     deadline: Instant,
 }
@@ -104,7 +108,12 @@ impl Container {
         let json = self.with_disks(request.resources.into_option().unwrap_or_default().value)?;
         // If the resources cannot be read, the agent refuses them. 0 stands for a limit that stays.
         let resources = serde_json::from_slice::<Resources>(&json).unwrap_or_default();
-        let updated = self.update_in_turn(pod, Update { number: *updates, resources, json, deadline }).await;
+        let (json, io) = match self.role {
+            Role::Single => block_io::take_from(json, &resources)?,
+            Role::Sandbox | Role::Member { .. } => (json, Vec::new()),
+        };
+        let update = Update { number: *updates, resources, json, io, deadline };
+        let updated = self.update_in_turn(pod, update).await;
         if matches!(updated, Err(TaskError::Agent(AgentError::Timeout { .. }))) {
             self.undo_late_update(updates);
         }
@@ -205,8 +214,20 @@ impl Container {
     }
 
     async fn update_guest(&self, pod: &PodVm, update: Update) -> Result<(), TaskError> {
-        let Update { number, resources, deadline, .. } = &update;
         // The host's limits first: they can be put back without the guest.
+        let before = by(update.deadline, pod.limit_io(&update.io)).await?;
+        let updated = self.update_cpu_and_guest(pod, update).await;
+        if updated.is_err()
+            && self.is_recorded()
+            && let Some(before) = before
+        {
+            pod.put_back_io(before).await;
+        }
+        updated
+    }
+
+    async fn update_cpu_and_guest(&self, pod: &PodVm, update: Update) -> Result<(), TaskError> {
+        let Update { number, resources, deadline, .. } = &update;
         let before = match self.role {
             Role::Single if resources.cpu != Cpu::default() => {
                 by(*deadline, pod.limit_cpu(&resources.cpu)).await?
@@ -228,7 +249,7 @@ impl Container {
     }
 
     async fn update_memory(&self, pod: &PodVm, update: Update) -> Result<(), TaskError> {
-        let Update { number, resources, json, deadline } = update;
+        let Update { number, resources, json, deadline, .. } = update;
         self.allow(Action::Update)?;
         let before = pod.memory_of(&self.id).unwrap_or_default();
         let new = MemoryLimits {

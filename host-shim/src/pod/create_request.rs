@@ -16,6 +16,7 @@ use serde_json::Value;
 use crate::{
     host::{
         apparmor::Policy,
+        cgroup_io::IoLimit,
         device_node::{DeviceNode, NODES},
         hooks::Hooks,
         kubelet_volumes::{self, Budget, KubeletVolume, VolumeError},
@@ -25,6 +26,7 @@ use crate::{
         sandbox_files,
     },
     pod::{
+        block_io,
         container_role::{self, Joined, Role},
         cri::SandboxConfig,
         device_mounts,
@@ -80,6 +82,8 @@ pub(crate) struct CreatePlan {
     pub(crate) pod_cpu_limit: Option<u64>,
     /// The container's own limits.
     pub(crate) resources: Resources,
+    /// The limits of the pod's cgroup on block devices of the host.
+    pub(crate) io_limits: Vec<IoLimit>,
     /// `process.oomScoreAdj`, by which the kernel compares processes when memory is short.
     pub(crate) oom_score_adj: i32,
     /// Its processes get no session keyring of their own.
@@ -245,6 +249,10 @@ impl CreatePlan {
         };
         let mut resources = linux.resources.clone();
         let hugetlbfs = huge_pages::ask(&mut document, &mut resources, &role, &binds.huge_pages)?;
+        let io_limits = match role {
+            Role::Single => block_io::take(&mut document["linux"]["resources"], &resources)?,
+            Role::Sandbox | Role::Member { .. } => Vec::new(),
+        };
         let disks = devices::fit(&mut document, linux, &ThisHost)?;
         device_mounts::add_missing(&mut document, guest_nodes);
         adapt(&mut document, creation.id(), &root, &binds, &joined);
@@ -269,6 +277,7 @@ impl CreatePlan {
             memory_limit: linux.resources.memory.bytes().or(pod_memory_limit),
             pod_cpu_limit,
             resources,
+            io_limits,
             hugetlbfs,
             oom_score_adj: spec.process.as_ref().and_then(|process| process.oom_score_adj).unwrap_or(0),
             no_new_keyring: options.no_new_keyring,

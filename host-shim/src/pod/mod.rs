@@ -1,5 +1,6 @@
 //! A pod: its VM, its containers, and what they have on the host.
 
+mod block_io;
 pub(crate) mod container;
 pub(crate) mod container_files;
 pub(crate) mod container_resources;

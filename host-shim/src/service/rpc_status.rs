@@ -72,6 +72,8 @@ fn code(error: &TaskError) -> Code {
         {
             Code::INVALID_ARGUMENT
         }
+        TaskError::Cgroup(CgroupError::Line { .. }) => Code::INVALID_ARGUMENT,
+        TaskError::Cgroup(CgroupError::NoFile { .. } | CgroupError::OfV2 { .. }) => Code::UNIMPLEMENTED,
         TaskError::Disk {
             source: DiskError::Host(BlockDeviceError::Hangs { .. }) | DiskError::Waits { .. },
             ..

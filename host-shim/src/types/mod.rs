@@ -1,6 +1,7 @@
 //! What all layers share: configuration, requests as they are read, texts and errors.
 
 pub(crate) mod annotations;
+pub(crate) mod block_io;
 pub(crate) mod config;
 pub(crate) mod error;
 pub(crate) mod event;

@@ -3,12 +3,18 @@
 //! oci-spec has types for the whole; its `Process` brings a regular expression engine along, which would be a quarter
 //! of the shim.
 
-use std::{borrow::Cow, collections::HashMap, path::PathBuf};
+use std::{
+    borrow::Cow,
+    collections::{BTreeMap, HashMap},
+    path::PathBuf,
+};
 
 use bulkhead_agent_api::{HUGE_PAGE, HUGE_PAGE_SIZE};
 use oci_spec::runtime::{Hooks, LinuxNamespace, Mount, Root};
 use serde::{Deserialize, de::IgnoredAny};
 use serde_json::Value;
+
+use crate::types::block_io::BlockIo;
 
 /// Changes a JSON document, of which the types here have only a part of the fields.
 pub(crate) fn edit_json(
@@ -102,6 +108,10 @@ pub(crate) struct Resources {
     pub(crate) cpu: Cpu,
     #[serde(rename = "hugepageLimits")]
     pub(crate) huge_pages: Option<Vec<HugePageLimit>>,
+    #[serde(rename = "blockIO")]
+    pub(crate) block_io: Option<BlockIo>,
+    /// Files of cgroup v2 by their names, and what is written to them.
+    pub(crate) unified: Option<BTreeMap<String, String>>,
 }
 
 /// How much of the huge pages of a size a container may use.

@@ -62,7 +62,17 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "several rules of a system call filter with conditions that match one call: not refused, the first one decides",
         "libseccomp has an order of its own, which the profile does not show",
     ),
-    ("limits on block devices (`blockIO`, `io.max`)", "not built yet"),
+    (
+        "limits on block devices (`blockIO`, `io.max` and other files of `unified`) of a container in a Kubernetes pod. \
+         Those of other containers hold for all that their VM reads and writes, and are not seen in the container's \
+         cgroup",
+        "the VM's process on the host, the VMM, reads and writes for all containers of a pod",
+    ),
+    (
+        "weights of single disks (`blockIO.weightDevice`, `docker run --blkio-weight-device`) that have no weights on \
+         this host",
+        "they would have no effect; runc ignores them",
+    ),
     (
         "files of `linux.resources.unified` that have a field of their own (`memory.max`, `cpu.max`, `cpuset.cpus` and \
          others)",

@@ -1,8 +1,14 @@
 //! The limits of the pod's cgroup on the host while its only container runs.
 
-use super::{MemoryLimits, PodVm};
+use std::sync::{Arc, Mutex};
+
+use super::{MemoryLimits, PodVm, lock};
 use crate::{
-    host::cgroup_limits::{self, limit_cpu},
+    host::{
+        cgroup::Cgroup,
+        cgroup_io::{self, Former, IoLimit},
+        cgroup_limits::{self, limit_cpu},
+    },
     process::error::TaskError,
     types::{error::chain, spec::Cpu},
     vm::memory::Needs,
@@ -43,6 +49,39 @@ impl PodVm {
         }
     }
 
+    /// Limits what the pod's cgroup reads from block devices and writes to them. Returns what the limits replace. None:
+    /// there are none, or the pod has no cgroup. After an error it has the limits that it had.
+    pub(crate) async fn limit_io(&self, limits: &[IoLimit]) -> Result<Option<Former>, TaskError> {
+        if limits.is_empty() {
+            return Ok(None);
+        }
+        let host = self.host.lock().await;
+        let Some(cgroup) = host.as_ref().and_then(|host| host.cgroup.as_ref()) else { return Ok(None) };
+        let (limits, former) = (limits.to_vec(), Arc::new(Mutex::new(Former::default())));
+        let (replaced, made) = (Arc::clone(&former), Arc::clone(&former));
+        let set = move |cgroup: &_| cgroup_io::set(cgroup, &limits, &replaced);
+        let put_back = move |cgroup: &_| {
+            let replaced = lock(&made).clone();
+            write_back_io(cgroup, &replaced);
+        };
+        cgroup.change(set, put_back).await?;
+        let former = lock(&former).clone();
+        Ok(Some(former))
+    }
+
+    /// Gives the pod's cgroup the limits on block devices that it had before an update.
+    pub(crate) async fn put_back_io(&self, before: Former) {
+        let host = self.host.lock().await;
+        let Some(cgroup) = host.as_ref().and_then(|host| host.cgroup.as_ref()) else { return };
+        let write_back = move |cgroup: &_| {
+            write_back_io(cgroup, &before);
+            Ok(())
+        };
+        if let Err(error) = cgroup.change(write_back, |_| ()).await {
+            tracing::warn!(error = chain(&error), "the pod's cgroup keeps the new limits on block devices");
+        }
+    }
+
     /// Raises the memory limit of the pod's cgroup for new limits of its only container. It is never lowered: a VM
     /// keeps its size, and the kernel would kill the VMM.
     pub(crate) async fn raise_memory_limit(&self, limits: MemoryLimits) -> Result<(), TaskError> {
@@ -64,5 +103,11 @@ impl PodVm {
         cgroup.change(raise, |_| ()).await?;
         host.limit_mib = wanted;
         Ok(())
+    }
+}
+
+fn write_back_io(cgroup: &Cgroup, former: &Former) {
+    if let Err(error) = cgroup_io::write_back(cgroup, former) {
+        tracing::warn!(error = chain(&error), "a part of the new limits on block devices stays");
     }
 }

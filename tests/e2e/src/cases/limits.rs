@@ -323,11 +323,7 @@ fn no_huge_pages(host: &Host) -> Result<()> {
 
 fn refused(host: &Host) -> Result<()> {
     for (key, resources, expected) in [
-        (
-            "blockIO",
-            json!({ "weight": 505 }),
-            "linux.resources.blockIO.weight (limits on block devices are not built)",
-        ),
+        ("blockIO", json!({ "leafWeight": 505 }), "linux.resources.blockIO.leafWeight"),
         (
             "hugepageLimits",
             json!([{ "pageSize": "1GB", "limit": 1 << 30 }]),

@@ -2,6 +2,7 @@
 
 mod apparmor;
 mod bad_input;
+mod block_io;
 mod case;
 mod clock;
 mod counts;
@@ -62,6 +63,7 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::new("isolation", isolation::CASES),
     Group::new("clock", clock::CASES),
     Group::new("devices", devices::CASES),
+    Group::new("block_io", block_io::CASES),
     Group::new("mounts", mounts::CASES),
     Group::new("permissions", permissions::CASES),
     Group::new("network", network::CASES),

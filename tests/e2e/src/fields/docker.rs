@@ -18,7 +18,11 @@ const MORE_FILES: &str = "docker_flags/every_kind_of_mount_is_there";
 const REFUSED: &str = "docker_flags/what_is_the_hosts_is_refused_by_name";
 const BY_DOCKER: &str = "docker_flags/some_are_refused_or_left_out_by_docker";
 const V1_ONLY: &str = "agent:what_cgroup_v2_lacks_is_refused";
-const NO_BLOCK_LIMITS: &str = "limits on block devices are not built";
+const BLOCK_IO: &str = "block_io/limits_are_those_of_the_cgroup_on_the_host";
+const BLOCK_LIMITS: &str =
+    "the limit is that of the VMM's cgroup on the host, which the container does not see";
+const BLOCK_RATES: &str = "the limit is that of the VMM's cgroup on the host, which the container does not see; some \
+                           versions of docker's client do not pass it on (docs/resources.md)";
 const PROCESSORS: &str =
     "the quota, in periods, is also the number of processors that the container sees, rounded up";
 const MOUNTS: &str = "`shared` and `rshared`, a socket of datagrams, the node of a character device that the guest's \
@@ -32,8 +36,13 @@ pub(crate) const FLAGS: &[Row] = &[
         "see `annotations` of the OCI spec",
     ),
     client("--attach", STREAMS),
-    refused("--blkio-weight", V1_ONLY, NO_BLOCK_LIMITS),
-    refused("--blkio-weight-device", V1_ONLY, NO_BLOCK_LIMITS),
+    different("--blkio-weight", BLOCK_IO, BLOCK_LIMITS),
+    different(
+        "--blkio-weight-device",
+        "shim:limits_on_block_devices_are_lines_of_either_version",
+        "the weight is that of the VMM's cgroup on the host, which the container does not see; for a disk that has no \
+         weights it is refused, where runc ignores it",
+    ),
     honoured("--cap-add", KERNEL),
     honoured("--cap-drop", "docker/a_read_only_root_and_no_capabilities"),
     honoured("--cgroup-parent", "docker_flags/the_cgroup_on_the_host_is_the_flags"),
@@ -72,10 +81,10 @@ pub(crate) const FLAGS: &[Row] = &[
         "a rule about devices of which the container can have none is refused: block devices without a node \
          (`--device`), character devices that the guest's kernel lacks",
     ),
-    refused("--device-read-bps", V1_ONLY, NO_BLOCK_LIMITS),
-    refused("--device-read-iops", V1_ONLY, NO_BLOCK_LIMITS),
-    refused("--device-write-bps", V1_ONLY, NO_BLOCK_LIMITS),
-    refused("--device-write-iops", V1_ONLY, NO_BLOCK_LIMITS),
+    different("--device-read-bps", BLOCK_IO, BLOCK_RATES),
+    different("--device-read-iops", BLOCK_IO, BLOCK_RATES),
+    different("--device-write-bps", BLOCK_IO, BLOCK_RATES),
+    different("--device-write-iops", BLOCK_IO, BLOCK_RATES),
     client("--disable-content-trust", OWN),
     honoured("--dns", RESOLVER),
     honoured("--dns-option", RESOLVER),

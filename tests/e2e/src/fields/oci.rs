@@ -31,7 +31,15 @@ const DEVICE_RULES: &str = "agent:the_last_match_decides_and_access_counts";
 const SECCOMP_RULES: &str = "seccomp/a_rule_holds_for_certain_arguments_only";
 const V1_ONLY: &str = "agent:what_cgroup_v2_lacks_is_refused";
 const OF_V1: &str = "cgroup v1 has it, and the guest has cgroup v2";
-const NO_BLOCK_LIMITS: &str = "limits on block devices are not built";
+const BLOCK_IO: &str = "block_io/limits_are_those_of_the_cgroup_on_the_host";
+const DEVICE_WEIGHTS: &str = "shim:limits_on_block_devices_are_lines_of_either_version";
+const NO_LEAVES: &str = "shim:wrong_limits_on_block_devices_are_named";
+const CFQ: &str = "it is of the I/O scheduler CFQ, which Linux no longer has; runc ignores it on cgroup v2";
+const BLOCK_LIMITS: &str = "the limit is that of the VMM's cgroup on the host, which the container does not see; in a \
+                            Kubernetes pod it is refused";
+const BLOCK_WEIGHTS: &str = "the weight is that of the VMM's cgroup on the host, which the container does not see; \
+                             in a Kubernetes pod it is refused, and so it is for a disk that has no weights, where \
+                             runc ignores it";
 const MOUNT_IDS: &str = "nested/the_ids_of_a_volume_are_mapped";
 const USER_NAMESPACE: &str = "nested/the_root_of_a_user_namespace_is_another_user_outside";
 
@@ -204,7 +212,24 @@ pub(super) const FIELDS: &[Row] = &[
         "the VM's memory comes from these nodes of the host; the container sees node 0",
     ),
     honoured("linux.resources.pids.limit", "limits/a_limit_of_processes_is_enforced"),
-    refused("linux.resources.blockIO", V1_ONLY, NO_BLOCK_LIMITS),
+    different("linux.resources.blockIO.weight", BLOCK_IO, BLOCK_LIMITS),
+    refused("linux.resources.blockIO.leafWeight", NO_LEAVES, CFQ),
+    different("linux.resources.blockIO.weightDevice[].major", DEVICE_WEIGHTS, BLOCK_WEIGHTS),
+    different("linux.resources.blockIO.weightDevice[].minor", DEVICE_WEIGHTS, BLOCK_WEIGHTS),
+    different("linux.resources.blockIO.weightDevice[].weight", DEVICE_WEIGHTS, BLOCK_WEIGHTS),
+    refused("linux.resources.blockIO.weightDevice[].leafWeight", NO_LEAVES, CFQ),
+    different("linux.resources.blockIO.throttleReadBpsDevice[].major", BLOCK_IO, BLOCK_LIMITS),
+    different("linux.resources.blockIO.throttleReadBpsDevice[].minor", BLOCK_IO, BLOCK_LIMITS),
+    different("linux.resources.blockIO.throttleReadBpsDevice[].rate", BLOCK_IO, BLOCK_LIMITS),
+    different("linux.resources.blockIO.throttleWriteBpsDevice[].major", BLOCK_IO, BLOCK_LIMITS),
+    different("linux.resources.blockIO.throttleWriteBpsDevice[].minor", BLOCK_IO, BLOCK_LIMITS),
+    different("linux.resources.blockIO.throttleWriteBpsDevice[].rate", BLOCK_IO, BLOCK_LIMITS),
+    different("linux.resources.blockIO.throttleReadIOPSDevice[].major", BLOCK_IO, BLOCK_LIMITS),
+    different("linux.resources.blockIO.throttleReadIOPSDevice[].minor", BLOCK_IO, BLOCK_LIMITS),
+    different("linux.resources.blockIO.throttleReadIOPSDevice[].rate", BLOCK_IO, BLOCK_LIMITS),
+    different("linux.resources.blockIO.throttleWriteIOPSDevice[].major", BLOCK_IO, BLOCK_LIMITS),
+    different("linux.resources.blockIO.throttleWriteIOPSDevice[].minor", BLOCK_IO, BLOCK_LIMITS),
+    different("linux.resources.blockIO.throttleWriteIOPSDevice[].rate", BLOCK_IO, BLOCK_LIMITS),
     honoured("linux.resources.hugepageLimits[].pageSize", "limits/a_limit_of_huge_pages_is_visible"),
     different(
         "linux.resources.hugepageLimits[].limit",
@@ -217,9 +242,10 @@ pub(super) const FIELDS: &[Row] = &[
     different(
         "linux.resources.unified",
         "update/limits_change_in_a_running_container",
-        "refused: files of the io controller, since limits on block devices are not built, and those with a field of \
-         their own (`memory.max`, `cpu.max`, `cpu.max.burst`, `cpu.weight`, `cpu.weight.nice`, `cpu.idle`, \
-         `cpuset.cpus`, `cpuset.mems`), by which the host is limited and the VM gets its size. Limits of swap \
+        "`io.max`, `io.weight`, `io.bfq.weight` and `io.latency` are those of the VMM's cgroup on the host. Refused: \
+         these in a Kubernetes pod, other files of the io controller, and those with a field of their own \
+         (`memory.max`, `cpu.max`, `cpu.max.burst`, `cpu.weight`, `cpu.weight.nice`, `cpu.idle`, `cpuset.cpus`, \
+         `cpuset.mems`), by which the host is limited and the VM gets its size. Limits of swap \
          (`memory.swap.max`) hold, as the guest has none: what may be swapped on runc stays in memory",
     ),
     honoured("linux.cgroupsPath", "limits/a_cgroup_of_the_systemd_driver_is_a_scope_in_its_slice"),

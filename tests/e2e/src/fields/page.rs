@@ -175,7 +175,7 @@ fn fields_have_no_empty_cell_on_their_page() {
 fn fields_of_a_refused_object_have_rows() {
     let page = page();
     for field in
-        ["linux.resources.blockIO.weight", "hooks.createContainer[].path", "windows.network.endpointList"]
+        ["linux.resources.network.classID", "hooks.createContainer[].path", "windows.network.endpointList"]
     {
         let row = page.lines().find(|line| line.starts_with(&format!("| `{field}` | refused | ")));
         assert!(row.is_some(), "no row of {field}: {page}");

@@ -48,9 +48,8 @@ fn fields(page: &str) -> Result<String> {
     let mut section = format!(
         "## Fields\n\nHow many fields have the effect that they have on runc (*honoured*), another one (*different*), \
          or none, so that the request fails (*refused*). *Client*: containerd or docker does it without the runtime. \
-         The refused fields of the OCI spec are mostly those of other operating systems (`windows`, `solaris`, `zos`) \
-         and of block devices. [{FIELDS}]({FIELDS}) has a row for each field, with the difference or the reason, and a \
-         test.\n\n\
+         The refused fields of the OCI spec are mostly those of other operating systems (`windows`, `solaris`, \
+         `zos`). [{FIELDS}]({FIELDS}) has a row for each field, with the difference or the reason, and a test.\n\n\
          | fields of | all | {} |\n|---|---|{}\n",
         STATES.join(" | "),
         "---|".repeat(STATES.len())
