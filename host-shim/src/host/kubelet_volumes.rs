@@ -26,7 +26,7 @@ use rustix::{
         major, minor,
     },
     io::Errno,
-    mount::{OpenTreeFlags, open_tree},
+    mount::{MountPropagationFlags, OpenTreeFlags, mount_change, open_tree},
     process::Uid,
     thread::set_thread_res_uid,
 };
@@ -67,6 +67,8 @@ const MOST_READS: u32 = 64;
 pub(crate) enum VolumeError {
     #[error("cannot read {name:?}")]
     Read { name: PathBuf, source: io::Error },
+    #[error("cannot keep a mount of {name:?} apart from the host's")]
+    Private { name: PathBuf, source: io::Error },
     #[error("cannot watch it")]
     Watch(#[source] io::Error),
     #[error("..data is not a link to a directory beside it, as kubelet makes it")]
@@ -110,6 +112,8 @@ pub(crate) fn find(
     let failed = |errno: Errno| VolumeError::Read { name: source.into(), source: errno.into() };
     let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
     let directory = open_tree(CWD, source, flags).map_err(failed)?;
+    keep_apart(&directory)
+        .map_err(|errno| VolumeError::Private { name: source.into(), source: errno.into() })?;
     let stat = fstat(&directory).map_err(failed)?;
     if FileType::from_raw_mode(stat.st_mode) != FileType::Directory {
         return Ok(None);
@@ -119,6 +123,13 @@ pub(crate) fn find(
     let volume = KubeletVolume { name, path: source.into(), directory, watch };
     let size = volume.read()?.size;
     Ok(Some((volume, size)))
+}
+
+/// Makes the mount private. A copy of a shared mount is a peer of it, and any process of the host may come to have a mount
+/// that is the slave of this peer (rslave, `HostToContainer`). Linux 6.12 passes nothing on to the slaves of a mount that
+/// is attached nowhere: they would see no later mount of the host as long as the volume is watched.
+fn keep_apart(directory: &OwnedFd) -> Result<(), Errno> {
+    mount_change(no_symlinks::proc_path(directory), MountPropagationFlags::PRIVATE)
 }
 
 /// Whether this is where kubelet has a whole volume of the pod: `pods/UID/volumes/KIND/NAME`. Parts of volumes

@@ -202,3 +202,32 @@ async fn changes_are_told_and_count_for_nobody_else() {
     drop(volumes);
     assert!(as_root.iter().all(Result::is_ok));
 }
+
+#[test]
+fn mounts_of_the_host_propagate_as_before_while_a_volume_is_watched() {
+    let kubelet = Kubelet::new();
+    let top = kubelet.0.path();
+    let change = |place: &Path, flags| mount(None::<&str>, place, None::<&str>, flags, None::<&str>).unwrap();
+    let bind = |from: &Path, to: &Path| mount(Some(from), to, None::<&str>, MsFlags::MS_BIND, None::<&str>);
+    bind(top, top).unwrap();
+    change(top, MsFlags::MS_SHARED);
+    let (volume, _) = kubelet.found().unwrap();
+
+    let (source, elsewhere) = (top.join("source"), tempfile::tempdir().unwrap());
+    fs::create_dir_all(source.join("later")).unwrap();
+    bind(&source, elsewhere.path()).unwrap();
+    change(elsewhere.path(), MsFlags::MS_SLAVE);
+    mount(Some("t"), &source.join("later"), Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
+    fs::write(source.join("later/file"), "").unwrap();
+    assert!(elsewhere.path().join("later/file").exists(), "what is mounted later is not seen");
+
+    // Not all kernels lose such a mount. A mount that has no peer becomes private, and not a slave of one.
+    umount2(elsewhere.path(), MntFlags::MNT_DETACH).unwrap();
+    change(top, MsFlags::MS_SLAVE);
+    let table = fs::read_to_string("/proc/thread-self/mountinfo").unwrap();
+    let is_top = |line: &&str| line.split(' ').nth(4) == top.to_str();
+    let line = table.lines().find(is_top).unwrap();
+    assert!(!line.contains(" master:"), "it has a peer that is attached nowhere: {line}");
+    drop(volume);
+    umount2(top, MntFlags::MNT_DETACH).unwrap();
+}

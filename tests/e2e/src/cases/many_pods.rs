@@ -144,8 +144,10 @@ fn one(host: &Host, image: &Image, number: usize) -> Result<()> {
     let end = End::of(number, host.runtime());
     let port = PORT + u16::try_from(number)?;
     let plan = Pod::plan(host).huge_pages(PAGES).host_port(port.into(), 80);
+    // Declared first, so that after a failure they are removed when the pod is gone.
+    let mut volumes;
     let pod = plan.start()?;
-    let volumes = Volumes::make(&pod, image)?;
+    volumes = Volumes::make(&pod, image)?;
     let pid = process_of(host, &pod)?;
     for (name, third) in [("net1", 1), ("net2", 2)] {
         add_interface(&pid, name, number, third)?;
@@ -217,12 +219,52 @@ const SECOND: &str = r#"
 struct Living<'p> {
     first: Container<'p>,
     second: Container<'p>,
-    /// The id of the one that ctr has made.
-    third: String,
+    third: Third<'p>,
+}
+
+/// The container that ctr has made. Dropping it removes it, if the case has failed.
+struct Third<'h> {
+    host: &'h Host,
+    id: String,
+    is_removed: bool,
+}
+
+impl Third<'_> {
+    /// Expects that it can be removed, and that its task can be ended if it still lives.
+    fn remove(mut self, lives: bool) -> Result<()> {
+        let gone = self.end()?;
+        if lives {
+            gone.succeeds()?;
+        }
+        self.forget()?;
+        self.is_removed = true;
+        Ok(())
+    }
+
+    fn end(&self) -> Result<Finished> {
+        self.host.pods()?.ctr().args(["tasks", "rm", "--force", &self.id]).run()
+    }
+
+    /// containerd may have noticed the end of its task, and may be about to remove that.
+    fn forget(&self) -> Result<()> {
+        wait_until("the removal of the third container", self.host.patience(SEEN), || {
+            let removed = self.host.pods()?.ctr().args(["containers", "rm", &self.id]).run()?;
+            Ok(removed.status == Some(0))
+        })
+    }
+}
+
+impl Drop for Third<'_> {
+    fn drop(&mut self) {
+        if !self.is_removed {
+            _ = self.end();
+            _ = self.forget();
+        }
+    }
 }
 
 impl<'p> Living<'p> {
-    fn start(host: &Host, pod: &'p Pod<'p>, volumes: &Volumes, pid: &str) -> Result<Self> {
+    fn start(host: &'p Host, pod: &'p Pod<'p>, volumes: &Volumes, pid: &str) -> Result<Self> {
         let at = |name: &str| volumes.at(name);
         let device = cri::Device {
             host_path: volumes.raw().to_owned(),
@@ -253,8 +295,8 @@ impl<'p> Living<'p> {
             .mount(&volumes.service(), "/service.sock")
             .start(&["/usr/bin/perl", "-e", SECOND])?;
         second.wait_for("ready\n")?;
-        let third = host.new_id();
-        run_by_ctr(host, pod, volumes, pid, &third)?.succeeds()?;
+        let third = Third { host, id: host.new_id(), is_removed: false };
+        run_by_ctr(host, pod, volumes, pid, &third.id)?.succeeds()?;
         Ok(Self { first, second, third })
     }
 
@@ -285,7 +327,7 @@ impl<'p> Living<'p> {
         let mut said = String::new();
         let seen = wait_until("what was mounted later", host.patience(SEEN), || {
             let exec = host.new_id();
-            let exec = ["tasks", "exec", "--exec-id", &exec, &self.third, "sh", "-c", script];
+            let exec = ["tasks", "exec", "--exec-id", &exec, &self.third.id, "sh", "-c", script];
             let finished = host.pods()?.ctr().args(exec).run()?;
             said = format!("{}{}", finished.text(), String::from_utf8_lossy(&finished.stderr));
             Ok(finished.text() == "later\nRead-only\n")
@@ -315,15 +357,7 @@ impl<'p> Living<'p> {
             }
             End::Removed => {}
         }
-        // containerd may have noticed its end, and removed the task.
-        let ctr = || Ok::<_, anyhow::Error>(host.pods()?.ctr());
-        let gone = ctr()?.args(["tasks", "rm", "--force", &self.third]).run()?;
-        if third_lives {
-            gone.succeeds()?;
-        }
-        wait_until("the removal of the third container", host.patience(SEEN), || {
-            Ok(ctr()?.args(["containers", "rm", &self.third]).run()?.status == Some(0))
-        })
+        self.third.remove(third_lives)
     }
 }
 

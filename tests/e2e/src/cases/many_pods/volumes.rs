@@ -146,10 +146,9 @@ impl Volumes {
     }
 
     /// Mounts a file system below a directory that a container has.
-    pub(super) fn mount_late(&self) -> Result<()> {
-        let path = self.at("slave/later");
-        mount(Some("later"), &path, Some("tmpfs"), MsFlags::empty(), None::<&str>)?;
-        Ok(fs::write(path.join("file"), "later\n")?)
+    pub(super) fn mount_late(&mut self) -> Result<()> {
+        self.mount("slave/later", "tmpfs", None)?;
+        Ok(fs::write(self.at("slave/later/file"), "later\n")?)
     }
 
     /// Expects on the host what the first container has written.
@@ -171,11 +170,12 @@ impl Volumes {
         let mut raw = [0; 3];
         File::open(self.directory.path().join("raw"))?.read_exact_at(&mut raw, 0)?;
         ensure!(raw == *b"raw", "expected  \"raw\" on the disk\ncame      {raw:?}");
-        let late = self.at("slave/later");
-        for path in [late].into_iter().chain(self.mounted.drain(..).rev()) {
-            umount2(&path, MntFlags::empty()).with_context(|| format!("{} is in use", path.display()))?;
+        // What cannot be unmounted stays in the list, and is detached when this is dropped.
+        while let Some(path) = self.mounted.last() {
+            umount2(path, MntFlags::empty()).with_context(|| format!("{} is in use", path.display()))?;
+            self.mounted.pop();
         }
-        for device in std::mem::take(&mut self.loops) {
+        while let Some(device) = self.loops.pop() {
             Cmd::new("losetup").args(["--detach", &device]).run()?.succeeds()?;
             // One that is still used keeps its file.
             wait_until(&format!("{device} to be free"), host.patience(FREED), || {
@@ -192,8 +192,7 @@ impl Volumes {
 impl Drop for Volumes {
     fn drop(&mut self) {
         // Nothing is left of one that was removed.
-        let late = self.at("slave/later");
-        for path in [late].iter().chain(self.mounted.iter().rev()) {
+        for path in self.mounted.iter().rev() {
             _ = umount2(path, MntFlags::MNT_DETACH);
         }
         for device in &self.loops {
