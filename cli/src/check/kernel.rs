@@ -65,7 +65,10 @@ pub(super) fn modules(root: &Path) -> Finding {
                 directory.display(),
                 missing.join(", ")
             ),
-            "make sure that the kernel has them; pods with a network need them",
+            format!(
+                "try `modprobe -a {}`; if that fails, install a kernel with these modules; pods with a network need them",
+                missing.join(" ")
+            ),
         ),
         false => Finding::fail(
             "modules",
