@@ -66,7 +66,8 @@ pub(super) fn modules(root: &Path) -> Finding {
                 missing.join(", ")
             ),
             format!(
-                "try `modprobe -a {}`; if that fails, install a kernel with these modules; pods with a network need them",
+                "try `modprobe -a {}`; if that fails, install a kernel with these modules; pods with a network need \
+                 them",
                 missing.join(" ")
             ),
         ),
