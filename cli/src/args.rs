@@ -19,7 +19,7 @@ use crate::{
 /// Exit status: 0 if all went well, 1 if something failed or a check has failed, 2 if the command line is wrong.
 /// `bulkhead run` and `bulkhead exec` have a status of their own.
 #[derive(Debug, Parser)]
-#[command(name = "bulkhead", version, disable_help_subcommand = true)]
+#[command(name = "bulkhead", version)]
 pub(crate) struct Arguments {
     #[command(subcommand)]
     pub(crate) command: Command,
@@ -62,7 +62,8 @@ pub(crate) enum Command {
     },
     /// Prints or serves metrics of all pods of this host, for Prometheus.
     ///
-    /// The text has Prometheus's text format. The page observability.md lists the metrics.
+    /// The text has Prometheus's text format. The page observability.md lists the metrics. It is in
+    /// /usr/share/doc/bulkhead/docs/ or /usr/local/share/doc/bulkhead/docs/.
     Metrics {
         /// Serves the metrics by HTTP at this address until SIGTERM or SIGINT, with the path /metrics.
         ///
@@ -200,7 +201,8 @@ pub(crate) enum Command {
         shell: Shell,
     },
     /// Writes the man pages, one for each command.
-    #[command(hide = true)]
+    // Hidden commands are suggested for misspelt ones too, so this name resembles no other.
+    #[command(hide = true, name = "roff")]
     ManPages {
         /// The directory they are written to.
         directory: PathBuf,

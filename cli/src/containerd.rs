@@ -156,6 +156,13 @@ pub(crate) fn labels(configuration: &Table) -> bool {
     [CRI_V2, CRI_V3].into_iter().any(|plugin| label(plugin) == Some(true))
 }
 
+/// The name by which the configuration disables the CRI plugin, if it does: the whole one, or `cri`, which containerd's
+/// package of docker writes.
+pub(crate) fn disabled_cri(configuration: &Table) -> Option<&str> {
+    let disabled = configuration.get("disabled_plugins")?.as_array()?;
+    disabled.iter().filter_map(toml::Value::as_str).find(|name| ["cri", CRI_V2, CRI_V3].contains(name))
+}
+
 /// Where the CRI plugin looks for what makes the network of pods.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Cni {
@@ -231,6 +238,20 @@ mod tests {
         assert_eq!(handlers(v3).get("bulkhead-sandbox").map(String::as_str), Some(RUNTIME));
         for other in ["", "plugins = 1", "[plugins.'io.containerd.grpc.v1.cri']\ncontainerd = []"] {
             assert!(handlers(other).is_empty());
+        }
+    }
+
+    #[test]
+    fn a_disabled_plugin_is_found_by_each_of_its_names() {
+        let disabled = |text: &str| disabled_cri(&toml::from_str(text).unwrap()).map(str::to_owned);
+        for name in ["cri", CRI_V2, CRI_V3] {
+            let text = format!("disabled_plugins = ['io.containerd.snapshotter.v1.zfs', '{name}']");
+            assert_eq!(disabled(&text).as_deref(), Some(name));
+        }
+        for other in
+            ["", "disabled_plugins = []", "disabled_plugins = ['crio', 1]", "disabled_plugins = 'cri'"]
+        {
+            assert_eq!(disabled(other), None);
         }
     }
 

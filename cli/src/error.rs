@@ -65,7 +65,11 @@ pub(crate) enum CommandError {
     LongConsole { path: PathBuf },
     #[error("{path}: it is not valid TOML: {reason}")]
     Toml { path: PathBuf, reason: String },
-    #[error("{path}: it has no `version = 2` or `version = 3`; containerd's older formats are not supported")]
+    #[error(
+        "{path}: it has no version = 2 or version = 3; containerd's older formats are not supported; move the file \
+         away, run `containerd config default > {path}`, put your changes into it again, and remove `cri` from \
+         `disabled_plugins`"
+    )]
     ConfigVersion { path: PathBuf },
     #[error("{path}: the handler {handler} is there already, but for the runtime {runtime}; remove it first")]
     OtherHandler { path: PathBuf, handler: String, runtime: String },
@@ -77,6 +81,13 @@ pub(crate) enum CommandError {
         "containerd is not found: {reason}; install it, or name its configuration with --containerd-config"
     )]
     NoContainerd { reason: String },
+    #[error("there is no program containerd in PATH ({path}); install it, or add its directory to PATH")]
+    NotInPath { path: String },
+    #[error(
+        "{path}: there is no such file, so no containerd reads it; correct --containerd-config, or create it with \
+         `containerd config default`"
+    )]
+    NoContainerdConfig { path: PathBuf },
     #[error("{path}: containerd cannot say which handlers it has with this configuration")]
     Asked { path: PathBuf, source: io::Error },
     #[error("{path} was not changed, because {reason}")]

@@ -61,6 +61,26 @@ pub(crate) fn events(
     }
 }
 
+/// Says what is waited for, if nothing may be seen for long.
+pub(crate) fn say_what_is_awaited(
+    errors: &mut impl Write,
+    root: &Path,
+    options: EventOptions<'_>,
+    is_terminal: bool,
+) -> io::Result<()> {
+    match options.pod {
+        _ if options.once => Ok(()),
+        Some(pod) => match check_exists(root, pod, options.namespace) {
+            Err(CommandError::NoPod { pod }) => {
+                writeln!(errors, "there is no pod with the id {pod} yet; waiting for it (Ctrl-C ends this)")
+            }
+            _ => Ok(()),
+        },
+        None if is_terminal => writeln!(errors, "waiting for events of all pods (Ctrl-C ends this)"),
+        None => Ok(()),
+    }
+}
+
 /// Fails if there is no such pod. Only for `once`: otherwise the pod may be created later.
 fn check_exists(root: &Path, pod: &str, namespace: Option<&str>) -> Result<(), CommandError> {
     match pod::find(&pod::names(root)?, pod, namespace) {
@@ -171,6 +191,23 @@ mod tests {
             let error = tried(options).unwrap_err().to_string();
             assert!(error.starts_with("there is no pod with the id"), "{error}");
         }
+    }
+
+    #[test]
+    fn who_waits_is_told_for_what() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::create_dir_all(dir.path().join("c/ns/demo")).unwrap();
+        let said = |options, is_terminal| {
+            let mut errors = Vec::new();
+            say_what_is_awaited(&mut errors, dir.path(), options, is_terminal).unwrap();
+            String::from_utf8(errors).unwrap()
+        };
+        let follow = EventOptions { once: false, ..ONCE };
+        let typo = said(EventOptions { pod: Some("nope"), ..follow }, false);
+        assert_eq!(typo, "there is no pod with the id nope yet; waiting for it (Ctrl-C ends this)\n");
+        assert_eq!(said(EventOptions { pod: Some("demo"), ..follow }, true), "");
+        assert_eq!(said(follow, true), "waiting for events of all pods (Ctrl-C ends this)\n");
+        assert_eq!((said(follow, false), said(ONCE, true)), (String::new(), String::new()));
     }
 
     const ONCE: EventOptions<'_> =

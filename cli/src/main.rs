@@ -31,7 +31,7 @@ use std::{
     env,
     error::Error,
     fs,
-    io::{self, Write},
+    io::{self, IsTerminal, Write},
     path::Path,
     process::ExitCode,
     time::Duration,
@@ -76,10 +76,15 @@ fn main() -> ExitCode {
 
 /// The remedy for most errors of a user who is not root.
 fn remedy(error: &CommandError) -> &'static str {
-    match is_denied(error) && !geteuid().is_root() {
+    match wants_root(error) && !geteuid().is_root() {
         true => "; run it as root",
         false => "",
     }
+}
+
+/// Whether root may have succeeded. journalctl shows a user who is not root no lines of others, and does not fail.
+fn wants_root(error: &CommandError) -> bool {
+    matches!(error, CommandError::NoLines { .. }) || is_denied(error)
 }
 
 /// Whether the error or one of its causes says that a permission is missing.
@@ -126,7 +131,10 @@ fn run(command: Command, out: &mut impl Write, errors: &mut impl Write) -> Resul
         }
         Command::Events { pod, namespace, all, once, format } => {
             let (pod, namespace) = (pod.as_deref(), namespace.as_deref());
-            events::events(out, root, EventOptions { pod, namespace, all, once, json: format.json })?;
+            let options = EventOptions { pod, namespace, all, once, json: format.json };
+            // If stderr is closed, nobody reads it.
+            _ = events::say_what_is_awaited(errors, root, options, io::stderr().is_terminal());
+            events::events(out, root, options)?;
         }
         Command::Console { pod, namespace } => console::console(out, root, &pod, namespace.as_deref())?,
         Command::Metrics { listen: None } => metrics::print(out, root)?,
@@ -157,7 +165,17 @@ fn run(command: Command, out: &mut impl Write, errors: &mut impl Write) -> Resul
 /// Writes bulkhead.1, and a page for each subcommand.
 fn man_pages(directory: &Path) -> io::Result<()> {
     fs::create_dir_all(directory)?;
-    clap_mangen::generate_to(Arguments::command(), directory)
+    let mut command = Arguments::command().disable_help_subcommand(true);
+    // It gives each subcommand its whole name.
+    command.build();
+    clap_mangen::generate_to(with_usage(command), directory)
+}
+
+/// A command whose page has the usage that --help prints: that of the generator lacks the values of options.
+fn with_usage(command: clap::Command) -> clap::Command {
+    let usage = command.clone().render_usage().to_string();
+    let usage = usage.strip_prefix("Usage: ").unwrap_or(&usage).to_owned();
+    command.override_usage(usage).mut_subcommands(with_usage)
 }
 
 #[cfg(test)]
@@ -222,6 +240,19 @@ mod tests {
         let list = |kind: io::ErrorKind| CommandError::List { path: "/run".into(), source: kind.into() };
         assert!(is_denied(&list(io::ErrorKind::PermissionDenied)));
         assert!(!is_denied(&list(io::ErrorKind::NotADirectory)));
+        assert!(wants_root(&list(io::ErrorKind::PermissionDenied)));
+        assert!(wants_root(&CommandError::NoLines { pod: "demo".into(), unit: "containerd".into() }));
+        assert!(!wants_root(&CommandError::NoPod { pod: "demo".into() }));
+    }
+
+    #[test]
+    fn no_command_that_is_hidden_is_suggested() {
+        let error = |name: &str| Arguments::try_parse_from(["bulkhead", name]).unwrap_err().to_string();
+        let text = error("templates");
+        assert!(text.contains("'template'") && !text.contains("roff"), "{text}");
+        assert!(Arguments::try_parse_from(["bulkhead", "roff", "directory"]).is_ok());
+        let help = Arguments::try_parse_from(["bulkhead", "help", "template", "rm"]).unwrap_err();
+        assert_eq!(help.kind(), clap::error::ErrorKind::DisplayHelp);
     }
 
     #[test]
@@ -240,6 +271,9 @@ mod tests {
             let page = fs::read_to_string(dir.path().join(name)).unwrap();
             assert!(page.contains(".SH DESCRIPTION"), "{name}");
         }
+        let of_run = fs::read_to_string(dir.path().join("bulkhead-run.1")).unwrap();
+        assert!(of_run.contains("\n\\fBbulkhead run\\fR [OPTIONS] <\\-\\-rootfs <DIR>|"), "{of_run}");
+        assert!(!dir.path().join("bulkhead-help.1").exists() && !dir.path().join("bulkhead-roff.1").exists());
         let mut out = Vec::new();
         let shell = clap_complete::Shell::Bash;
         run(Command::Completions { shell }, &mut out, &mut Vec::new()).unwrap();

@@ -43,6 +43,9 @@ pub(super) fn cni(root: &Path, configuration: &Table, generator: Option<&str>) -
 
 /// Compares what containerd's configuration says with what is there.
 pub(super) fn network(root: &Path, configuration: &Table, generator: Option<&str>) -> Finding {
+    if let Some(finding) = disabled(configuration) {
+        return finding;
+    }
     let Some(paths) = containerd::cni(configuration) else {
         return Finding::warn(
             CHECK,
@@ -101,6 +104,16 @@ pub(super) fn network(root: &Path, configuration: &Table, generator: Option<&str
     };
     let found = format!("{name} in {shown} needs {}, which {directories} does not have", missing.join(", "));
     Finding::warn(CHECK, found, remedy)
+}
+
+/// That containerd does not load its CRI plugin, if its configuration says so.
+pub(super) fn disabled(configuration: &Table) -> Option<Finding> {
+    let name = one_line(containerd::disabled_cri(configuration)?);
+    Some(Finding::warn(
+        CHECK,
+        "containerd's CRI plugin is disabled, so the runtime handlers have no effect",
+        format!("remove `{name}` from `disabled_plugins` in its configuration; only Kubernetes needs it"),
+    ))
 }
 
 /// Where a path of the host is.
@@ -222,5 +235,9 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         assert_eq!(cni(dir.path(), &Table::new(), None).status, Status::Ok);
         assert!(cni(dir.path(), &configuration(""), None).found.contains("no CRI plugin"));
+        let disabled = format!("disabled_plugins = ['io.containerd.grpc.v1.cri']\n{}", configuration(""));
+        let finding = cni(dir.path(), &toml::from_str(&disabled).unwrap(), None);
+        assert!(finding.found.contains("is disabled, so the runtime handlers have no effect"), "{finding:?}");
+        assert!(finding.remedy.unwrap().starts_with("remove `io.containerd.grpc.v1.cri` from"));
     }
 }

@@ -66,7 +66,11 @@ pub(super) fn modules(root: &Path) -> Finding {
         (false, _) if unlisted => Finding::warn(
             "modules",
             format!("there is no list of modules in {}; not loaded: {of_network}", directory.display()),
-            "make sure that the kernel has them; pods with a network need them",
+            format!(
+                "try `modprobe -a {}`; if that fails, install a kernel with these modules; pods with a network need \
+                 them",
+                of_network.replace(", ", " ")
+            ),
         ),
         (false, _) => Finding::fail(
             "modules",

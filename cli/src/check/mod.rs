@@ -11,6 +11,7 @@ use std::{
     path::Path,
 };
 
+use rustix::process::geteuid;
 use toml::Table;
 
 pub(crate) use finding::{Finding, Status};
@@ -26,7 +27,19 @@ use crate::{
 pub(crate) fn check(config: &ConfigFile) -> Vec<Finding> {
     let containerd = Containerd::find(Path::new("/"));
     let version = containerd.version();
-    check_with(config, &containerd, version, || containerd.configuration())
+    let mut findings = user(geteuid().is_root());
+    findings.extend(check_with(config, &containerd, version, || containerd.configuration()));
+    findings
+}
+
+/// What others than root may not see here.
+fn user(is_root: bool) -> Vec<Finding> {
+    match is_root {
+        true => Vec::new(),
+        false => {
+            vec![Finding::warn("not root", "some of the lines below may be wrong", "run it as root")]
+        }
+    }
 }
 
 /// Checks this host, with what this containerd says of its version and, if it has one, of its configuration.
@@ -75,6 +88,11 @@ pub(crate) fn network(root: &Path, configuration: io::Result<Table>, generator: 
     }
 }
 
+/// That the handlers in this configuration have no effect, if that is so.
+pub(crate) fn disabled(configuration: &Table) -> Option<Finding> {
+    cni::disabled(configuration)
+}
+
 /// Whether pods can run.
 pub(crate) fn is_fit(findings: &[Finding]) -> bool {
     findings.iter().all(|finding| finding.status != Status::Fail)
@@ -112,6 +130,15 @@ mod tests {
         );
     }
 
+    #[test]
+    fn a_user_who_is_not_root_is_warned_first() {
+        assert_eq!(user(true), []);
+        let mut out = Vec::new();
+        print(&mut out, &user(false), false).unwrap();
+        let expected = "warn  not root: some of the lines below may be wrong\n      -> run it as root\n";
+        assert_eq!(String::from_utf8(out).unwrap(), expected);
+    }
+
     /// What the findings on a page are about, in its first block of them.
     fn names_on(page: &str) -> Vec<&str> {
         let block = page.split("```text\n").find(|block| block.contains("KVM: ")).unwrap();
@@ -133,7 +160,8 @@ mod tests {
     fn this_machine_is_checked_without_a_panic() {
         let findings = check(&ConfigFile { config: None });
         // Nothing is asked of a containerd that is not there.
-        let always = findings.iter().filter(|finding| finding.check != "SELinux").count();
+        let sometimes = ["SELinux", "not root"];
+        let always = findings.iter().filter(|finding| !sometimes.contains(&finding.check.as_str())).count();
         assert!([12, 15].contains(&always), "{findings:#?}");
         assert!(findings.iter().all(|it| it.status == Status::Ok || it.remedy.is_some()), "{findings:#?}");
     }

@@ -30,11 +30,11 @@ pub(super) fn version(version: io::Result<String>, generator: Option<&str>) -> F
         Ok(text) => one_line(&text),
         Err(error) => {
             let found = format!("its version is not known: {}", chain(&error));
-            return Finding::fail(
-                check,
-                found,
-                "install containerd 1.6, 1.7 or 2.x, with containerd in PATH",
-            );
+            let remedy = match error.kind() {
+                io::ErrorKind::NotFound => "install containerd 1.6, 1.7 or 2.x, with containerd in PATH",
+                _ => "run `containerd --version` as root, and mend what it complains about",
+            };
+            return Finding::fail(check, found, remedy);
         }
     };
     const TRY: &str = "try a container before you rely on it";
@@ -187,7 +187,9 @@ mod tests {
         let k3s = version(Ok("2.1.9-k3s1".into()), Some("k3s"));
         assert!(k3s.status == Status::Warn && k3s.found == "version 2.1.9-k3s1, of k3s", "{k3s:?}");
         let missing = version(Err(io::ErrorKind::NotFound.into()), None);
-        assert!(missing.status == Status::Fail && missing.remedy.is_some());
+        assert!(missing.status == Status::Fail && missing.remedy.unwrap().starts_with("install containerd"));
+        let denied = version(Err(io::ErrorKind::PermissionDenied.into()), None);
+        assert!(denied.status == Status::Fail && !denied.remedy.unwrap().contains("install"));
     }
 
     #[test]

@@ -29,7 +29,9 @@ pub(crate) struct Options {
     #[arg(long, short, value_name = "NAME[=VALUE]")]
     pub(crate) env: Vec<String>,
     /// The program and its arguments.
-    #[arg(value_name = "COMMAND", last = true, required = true)]
+    ///
+    /// Only after `--` its name may begin with `-`. Its arguments may always.
+    #[arg(value_name = "COMMAND", trailing_var_arg = true, required = true)]
     pub(crate) command: Vec<String>,
 }
 
@@ -45,7 +47,10 @@ mod tests {
         assert_eq!(options.command, ["ls", "--user", "x", "--", "-t"]);
         assert!(options.tty && options.interactive && options.user.is_none());
         assert_eq!((options.pod.as_str(), options.container.as_deref()), ("pod", Some("web")));
-        for wrong in [&["pod"][..], &["pod", "--"], &["pod", "ls"], &["--", "ls"]] {
+        let bare = process::options::<Options>(&["pod", "-c", "web", "ls", "-t", "--", "x"]).unwrap();
+        assert_eq!((bare.command, bare.tty), (["ls", "-t", "--", "x"].map(String::from).into(), false));
+        assert_eq!(bare.container.as_deref(), Some("web"));
+        for wrong in [&["pod"][..], &["pod", "--"], &["--", "ls"], &["pod", "--usr", "x", "ls"]] {
             assert!(process::options::<Options>(wrong).is_err(), "{wrong:?}");
         }
     }

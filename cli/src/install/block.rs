@@ -56,21 +56,22 @@ impl Version {
         }
     }
 
-    /// The handlers, as complete TOML tables. A file that names handlers replaces those that containerd has
-    /// by default. So `with_runc` adds that one for a configuration that names none.
-    pub(super) fn handlers(self, with_runc: bool) -> String {
+    fn table(self, handler: &str, runtime: &str) -> String {
         let plugin = match self {
             Self::V2 => CRI_V2,
             Self::V3 => CRI_V3,
         };
-        let table = |handler: &str, runtime: &str| {
-            format!("[plugins.\"{plugin}\".containerd.runtimes.{handler}]\n  runtime_type = \"{runtime}\"\n")
-        };
-        let mut tables = if with_runc { table("runc", RUNC) } else { String::new() };
-        tables += &table("bulkhead", RUNTIME);
+        format!("[plugins.\"{plugin}\".containerd.runtimes.{handler}]\n  runtime_type = \"{runtime}\"\n")
+    }
+
+    /// The handlers, as complete TOML tables. A file that names handlers replaces those that containerd has
+    /// by default. So `with_runc` adds that one for a configuration that names none.
+    pub(super) fn handlers(self, with_runc: bool) -> String {
+        let mut tables = if with_runc { self.table("runc", RUNC) } else { String::new() };
+        tables += &self.table("bulkhead", RUNTIME);
         if self == Self::V3 {
             // Without an image of pause.
-            tables += &table("bulkhead-sandbox", RUNTIME);
+            tables += &self.table("bulkhead-sandbox", RUNTIME);
             tables += "  sandboxer = \"shim\"\n";
         }
         tables
@@ -98,7 +99,11 @@ pub(super) enum Change {
 pub(super) fn add(path: &Path, text: &str, imported: &Path) -> Result<Change, CommandError> {
     let without = remove(path, text)?;
     let configuration = parse(path, &without)?;
-    let version = Version::of(path, &configuration)?;
+    let version = match Version::of(path, &configuration) {
+        Ok(version) => version,
+        Err(_) if text != without => return add_to_whole(path, text),
+        Err(error) => return Err(error),
+    };
     let with_runc = handlers(&configuration).is_empty();
     if let Some(runtime) = handlers(&configuration).get("bulkhead") {
         if runtime == RUNTIME {
@@ -112,6 +117,16 @@ pub(super) fn add(path: &Path, text: &str, imported: &Path) -> Result<Change, Co
     }
     let new = with_block(&without, &version.handlers(with_runc));
     // For example, `runtimes` may be an inline table, to which nothing can be added below.
+    parse(path, &new)?;
+    Ok(if new == text { Change::None } else { Change::Text(new) })
+}
+
+/// How the handlers come into a configuration whose version is in the block, because there was none.
+fn add_to_whole(path: &Path, text: &str) -> Result<Change, CommandError> {
+    let version = Version::of(path, &parse(path, text)?)?;
+    let Some((begin, end)) = place(path, text)? else { return Ok(Change::None) };
+    let (before, after) = (text.get(..begin).unwrap_or_default(), text.get(end..).unwrap_or_default());
+    let new = format!("{before}{}{after}", whole(version));
     parse(path, &new)?;
     Ok(if new == text { Change::None } else { Change::Text(new) })
 }
@@ -165,6 +180,12 @@ pub(super) fn whole(version: Version) -> String {
 
 /// The configuration `text` without the block.
 pub(super) fn remove(path: &Path, text: &str) -> Result<String, CommandError> {
+    let Some((begin, end)) = place(path, text)? else { return Ok(text.to_owned()) };
+    Ok([text.get(..begin), text.get(end..)].map(Option::unwrap_or_default).concat())
+}
+
+/// Where the block begins and ends.
+fn place(path: &Path, text: &str) -> Result<Option<(usize, usize)>, CommandError> {
     let half = |line| CommandError::HalfBlock { path: path.into(), line };
     let line = |searched: &str| {
         let mut at = 0;
@@ -180,14 +201,44 @@ pub(super) fn remove(path: &Path, text: &str) -> Result<String, CommandError> {
         (None, None) => None,
     };
     match (begin, line(END)) {
-        (None, None) => Ok(text.to_owned()),
-        (Some(begin), Some((_, end))) if begin < end => {
-            let (before, after) = (text.get(..begin), text.get(end..));
-            Ok([before, after].map(Option::unwrap_or_default).concat())
-        }
+        (None, None) => Ok(None),
+        (Some(begin), Some((_, end))) if begin < end => Ok(Some((begin, end))),
         (Some(_), _) => Err(half(BEGIN)),
         (None, Some(_)) => Err(half(END)),
     }
+}
+
+/// The lines of a file that a new text for it does not have, but for those that `bulkhead install` writes or does not
+/// write by what else is in the file.
+pub(super) fn lost(old: &str, new: &str) -> Vec<String> {
+    let ours = [BEGIN, BEGIN_AFTER_OPEN_LINE, END].map(str::to_owned);
+    let runc = [Version::V2, Version::V3].map(|version| version.table("runc", RUNC));
+    let known = ours.iter().chain(&runc).flat_map(|text| text.lines()).chain(new.lines());
+    let mut known: Vec<_> = known.map(str::trim).collect();
+    let is_lost = |line: &&str| match known.iter().position(|known| known == line) {
+        Some(at) => {
+            // The same line may be in another table, too.
+            known.swap_remove(at);
+            false
+        }
+        None => !line.is_empty(),
+    };
+    old.lines().map(str::trim).filter(is_lost).map(str::to_owned).collect()
+}
+
+/// Whether a file has all that a new text for it has, and says of each handler what that says.
+pub(super) fn has_all_of(old: &str, new: &str) -> bool {
+    let parsed = [old, new].map(toml::from_str::<Table>);
+    let is_same = match &parsed {
+        [Ok(old), Ok(new)] => {
+            let old = handlers(old);
+            handlers(new).iter().all(|(handler, runtime)| old.get(handler) == Some(runtime))
+        }
+        // A template of k3s or RKE2 is no TOML before they have filled it in.
+        [Err(_), Err(_)] => true,
+        _ => false,
+    };
+    is_same && lost(new, old).is_empty()
 }
 
 /// Whether a file was written by `bulkhead install`, of this version or another one.
@@ -259,6 +310,30 @@ mod tests {
     }
 
     #[test]
+    fn lines_that_are_lost_are_those_of_the_operator() {
+        let Change::Text(new) = added("version = 2\n") else { panic!("nothing is added") };
+        let annotations = "  pod_annotations = [\"bulkhead.dev/*\"]\n";
+        let edited = new.replace(END, &format!("{annotations}{END}"));
+        assert_eq!(lost(&edited, &new), [annotations.trim()]);
+        assert!(has_all_of(&edited, &new) && !has_all_of(&new, &edited));
+        // The same line in another table, which stays, is another one.
+        let other = format!("[x]\n{annotations}");
+        assert_eq!(lost(&format!("{other}{edited}"), &format!("{other}{new}")), [annotations.trim()]);
+        // It belongs to another handler now.
+        let moved =
+            new.replace("  runtime_type = \"io.containerd.b", "[y]\n  runtime_type = \"io.containerd.b");
+        assert!(!has_all_of(&moved, &new), "{moved}");
+        // The handler runc is there only if there is no other one.
+        let nvidia = "[plugins.'io.containerd.grpc.v1.cri'.containerd.runtimes.nvidia]\nruntime_type = 'n'\n";
+        let Change::Text(without_runc) = added(&format!("{new}{nvidia}")) else { panic!("nothing changes") };
+        assert!(!without_runc.contains(RUNC));
+        assert_eq!(lost(&format!("{new}{nvidia}"), &without_runc), [""; 0]);
+        assert_eq!(lost(&new.replace(RUNTIME, "old"), &new), ["runtime_type = \"old\""]);
+        let template = format!("{BASE}{new}");
+        assert!(has_all_of(&template.replace(END, &format!("{annotations}{END}")), &template));
+    }
+
+    #[test]
     fn containerd_2_takes_a_file_of_its_own_if_it_is_imported() {
         let imports = "imports = ['/etc/containerd/conf.d/*.toml']\n";
         let Change::DropIn(file) = added(&format!("version = 3\n{imports}")) else { panic!("no file") };
@@ -273,6 +348,10 @@ mod tests {
     fn where_there_is_no_configuration_nothing_is_left_either() {
         for version in [Version::V2, Version::V3] {
             assert_eq!(removed(&whole(version)), "");
+            assert_eq!(added(&whole(version)), Change::None, "a second time");
+            let after = format!("{}[debug]\n", whole(version));
+            assert_eq!(added(&after), Change::None);
+            assert_eq!(added(&after.replace(RUNTIME, "old")), Change::Text(after), "an upgrade");
             let whole: Table = toml::from_str(&whole(version)).unwrap();
             assert_eq!(Version::of(Path::new(PATH), &whole).unwrap(), version);
         }
@@ -281,8 +360,14 @@ mod tests {
 
     #[test]
     fn what_cannot_be_configured_is_refused() {
-        assert!(refused("").contains("no `version = 2`"));
-        assert!(refused("version = 1\n").contains("no `version = 2`"));
+        let of_docker = "disabled_plugins = [\"cri\"]\n";
+        for text in ["", "version = 1\n", of_docker] {
+            let (problem, remedy) = (
+                "it has no version = 2 or version = 3",
+                "`containerd config default > /etc/containerd/config.toml`",
+            );
+            assert!(refused(text).contains(problem) && refused(text).contains(remedy), "{}", refused(text));
+        }
         assert!(refused("{{ template }}\n").contains("not valid TOML"));
         let runtimes = "[plugins.'io.containerd.grpc.v1.cri'.containerd]\n";
         let inline = format!("version = 2\n{runtimes}runtimes = {{ runc = {{ runtime_type = 'r' }} }}\n");

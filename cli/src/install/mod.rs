@@ -2,21 +2,22 @@
 
 mod block;
 mod files;
+mod metrics;
 
 use std::{
     collections::BTreeMap,
-    fs,
+    env, fs,
     io::{self, Write},
     path::{Path, PathBuf},
 };
 
-use bulkhead_host_shim::operator::{STATE_ROOT, forget_failures, remove_all_templates};
+use bulkhead_host_shim::operator::{STATE_ROOT, forget_failures, one_line, remove_all_templates};
 use clap::Args;
 
 use crate::{
-    check::{self, Status},
+    check::{self, Finding, Status},
     command_output,
-    containerd::{self, Containerd, RUNTIME, handlers},
+    containerd::{self, CONFIG, Containerd, RUNTIME, handlers},
     error::CommandError,
     install::{
         block::{Change, Version},
@@ -47,7 +48,8 @@ const OWN_FILES: [(&str, &str); 2] = [
 
 #[derive(Debug, Args)]
 pub(crate) struct Options {
-    /// containerd's configuration. Without it, that of k3s or RKE2 if there is one, or /etc/containerd/config.toml.
+    /// containerd's configuration, which must exist. Without it, that of k3s or RKE2 if there is one, or
+    /// /etc/containerd/config.toml, which is made if it is missing.
     #[arg(long, value_name = "FILE")]
     containerd_config: Option<PathBuf>,
     /// Restarts containerd, or k3s or RKE2, so that it reads its configuration. Containers run on.
@@ -103,6 +105,7 @@ impl Options {
         };
         let inside = read(root)?;
         let own = OWN_FILES.map(|(name, _)| self.at(name));
+        let own = own.into_iter().chain([metrics::directory(self.root.as_deref())]);
         let of_containerd = [self.at(&containerd.config), self.drop_in(containerd).0];
         for path in of_containerd.into_iter().chain(self.with_block(containerd)).chain(own) {
             // A link that leads nowhere exists too.
@@ -135,7 +138,10 @@ pub(crate) fn install(out: &mut impl Write, options: &Options) -> Result<(), Com
     say(out, "for Kubernetes: kubectl apply -f /etc/bulkhead/runtimeclass.yaml")?;
     // The containerd of an image is not asked, and its network comes with the node.
     if options.root.is_some() {
-        return Ok(());
+        let path = options.at(&containerd.config);
+        let configuration = read(&path)?.and_then(|text| toml::from_str(&text).ok());
+        let disabled = configuration.as_ref().and_then(check::disabled);
+        return disabled.map_or(Ok(()), |finding| finding.print(out).map_err(CommandError::Output));
     }
     say_of_network(out, Path::new("/"), containerd.configuration(), containerd.generator())
 }
@@ -172,6 +178,10 @@ fn configure(out: &mut impl Write, options: &Options, containerd: &Containerd) -
             let (version, change) = block::add_to_generated(&main, text, &imported, read)?;
             (template(version), change)
         }
+        // A file that no containerd reads would configure nothing.
+        (None, None) if containerd.config != Path::new(CONFIG) => {
+            return Err(CommandError::NoContainerdConfig { path: main });
+        }
         (None, None) => (main.clone(), Change::Text(block::whole(version_of(containerd, options)?))),
         (None, Some(generator)) => {
             let reason =
@@ -187,8 +197,15 @@ fn configure(out: &mut impl Write, options: &Options, containerd: &Containerd) -
         Change::Text(text) => (place, text),
         Change::DropIn(text) => (drop_in, text),
     };
-    if read(&path)?.as_ref() == Some(&text) {
+    let before = read(&path)?;
+    if before.as_ref() == Some(&text) {
         say(out, &format!("kept {}", path.display()))?;
+        return Ok(false);
+    }
+    let lost = before.as_ref().map_or_else(Vec::new, |before| block::lost(before, &text));
+    if !lost.is_empty() && before.is_some_and(|before| block::has_all_of(&before, &text)) {
+        let added = one_line(&lost.join("; "));
+        say(out, &format!("kept {}: the handlers of Bulkhead are there, and {added}", path.display()))?;
         return Ok(false);
     }
     match containerd.generator() {
@@ -200,7 +217,19 @@ fn configure(out: &mut impl Write, options: &Options, containerd: &Containerd) -
         }
     }
     say(out, &format!("wrote {}: the runtime handlers of Bulkhead", path.display()))?;
+    if !lost.is_empty() {
+        lines_lost(&path, &lost).print(out).map_err(CommandError::Output)?;
+    }
     Ok(true)
+}
+
+/// What is said of lines that are not in a file any more.
+fn lines_lost(path: &Path, lost: &[String]) -> Finding {
+    Finding::warn(
+        &path.display().to_string(),
+        format!("lines that this version does not write are gone: {}", one_line(&lost.join("; "))),
+        "if they are yours, write them again beside those of Bulkhead; the next `bulkhead install` keeps them there",
+    )
 }
 
 fn template_of(version: Version) -> &'static str {
@@ -285,7 +314,13 @@ fn version_of(containerd: &Containerd, options: &Options) -> Result<Version, Com
         let path = options.at(&containerd.config);
         return Err(unknown(format!("there is no {}", path.display())));
     }
-    let version = containerd.version().map_err(|error| unknown(error.to_string()))?;
+    let version = containerd.version().map_err(|error| match error.kind() {
+        io::ErrorKind::NotFound => {
+            let path = env::var_os("PATH").unwrap_or_default();
+            CommandError::NotInPath { path: one_line(&path.to_string_lossy()) }
+        }
+        _ => unknown(error.to_string()),
+    })?;
     match containerd::major_and_minor(&version) {
         Some((major, _)) => Ok(Version::of_containerd(major)),
         None => Err(unknown(format!("its version is {version}"))),
@@ -316,6 +351,7 @@ pub(crate) fn uninstall(out: &mut impl Write, options: &Options) -> Result<(), C
     if fs::remove_dir(&own).is_ok() {
         say(out, &format!("removed {}", own.display()))?;
     }
+    metrics::end(out, options.root.as_deref())?;
     if options.root.is_none() {
         let root = Path::new(STATE_ROOT);
         let failed = |source| CommandError::Remove { path: root.into(), source };
@@ -474,6 +510,72 @@ mod tests {
         let said = said(|out| uninstall(out, &options(root)));
         assert!(said.contains("etc/bulkhead/config.toml: it is not what this version writes"), "{said}");
         assert_eq!(tree(root).into_values().collect::<Vec<_>>(), ["memory_mib = 512\n", "version = 2\n"]);
+    }
+
+    #[test]
+    fn a_configuration_that_is_named_must_exist() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("new/config.toml");
+        let options =
+            Options { containerd_config: Some(path.clone()), root: None, ..options(Path::new("/")) };
+        let error = configure(&mut Vec::new(), &options, &options.containerd()).unwrap_err().to_string();
+        assert!(error.starts_with(&format!("{}: there is no such file, so", path.display())), "{error}");
+        assert!(!dir.path().join("new").exists());
+    }
+
+    #[test]
+    fn a_disabled_plugin_is_said_to_ignore_the_handlers() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::create_dir_all(dir.path().join("etc/containerd")).unwrap();
+        let text = "version = 2\ndisabled_plugins = ['io.containerd.grpc.v1.cri']\n";
+        fs::write(dir.path().join("etc/containerd/config.toml"), text).unwrap();
+        let said = said(|out| install(out, &options(dir.path())));
+        assert!(
+            said.contains("the runtime handlers have no effect\n      -> remove `io.containerd."),
+            "{said}"
+        );
+    }
+
+    #[test]
+    fn a_line_that_the_operator_has_added_is_kept_or_named() {
+        let annotations = "  pod_annotations = [\"bulkhead.dev/*\"]\n";
+        for (configuration, written) in [
+            ("version = 2\n", "config.toml"),
+            ("version = 3\nimports = ['/etc/containerd/conf.d/*.toml']\n", "conf.d/bulkhead.toml"),
+        ] {
+            let dir = tempfile::tempdir().unwrap();
+            let at = |path: &str| dir.path().join("etc/containerd").join(path);
+            fs::create_dir_all(at("conf.d")).unwrap();
+            fs::write(at("config.toml"), configuration).unwrap();
+            install(&mut Vec::new(), &options(dir.path())).unwrap();
+            let ours = fs::read_to_string(at(written)).unwrap();
+            let line = format!("runtime_type = \"{RUNTIME}\"\n");
+            let edited = ours.replacen(&line, &format!("{line}{annotations}"), 1);
+            fs::write(at(written), &edited).unwrap();
+            let again = said(|out| install(out, &options(dir.path())));
+            assert!(again.contains("and pod_annotations = [") && !again.contains("wrote"), "{again}");
+            assert_eq!(fs::read_to_string(at(written)).unwrap(), edited);
+            // What another version has written is replaced.
+            fs::write(at(written), edited.replacen(&line, "runtime_type = \"old\"\n", 1)).unwrap();
+            let upgraded = said(|out| install(out, &options(dir.path())));
+            let gone =
+                "are gone: runtime_type = \"old\"; pod_annotations = [\"bulkhead.dev/*\"]\n      -> if";
+            assert!(upgraded.contains(gone), "{upgraded}");
+            assert_eq!(fs::read_to_string(at(written)).unwrap(), ours);
+        }
+    }
+
+    #[test]
+    fn the_link_of_a_server_of_metrics_is_removed() {
+        let dir = tempfile::tempdir().unwrap();
+        let wants = dir.path().join("etc/systemd/system/multi-user.target.wants");
+        fs::create_dir_all(&wants).unwrap();
+        let link = wants.join("bulkhead-metrics.service");
+        symlink("/usr/local/lib/systemd/system/bulkhead-metrics.service", &link).unwrap();
+        let removed = said(|out| uninstall(out, &options(dir.path())));
+        assert!(removed.contains(&format!("removed {}\n", link.display())), "{removed}");
+        assert!(link.symlink_metadata().is_err());
+        assert!(!said(|out| uninstall(out, &options(dir.path()))).contains("metrics"));
     }
 
     #[test]

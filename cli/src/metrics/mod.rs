@@ -35,10 +35,17 @@ impl FromStr for Endpoint {
                 Some((host, port)) if !host.is_empty() && port.parse::<u16>().is_ok() => {
                     Ok(Self::Tcp(text.into()))
                 }
+                Some((host, port)) if !host.is_empty() && is_number(port) => {
+                    Err(format!("the port {port} is not between 1 and 65535"))
+                }
                 _ => Err("expected ADDRESS:PORT or unix:/PATH".into()),
             },
         }
     }
+}
+
+fn is_number(text: &str) -> bool {
+    !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit())
 }
 
 /// Prints the metrics once.
@@ -99,5 +106,7 @@ mod tests {
         for wrong in ["", "9659", ":9659", "host:", "host:70000", "unix:m.sock", "/run/m.sock"] {
             assert!(wrong.parse::<Endpoint>().is_err(), "{wrong}");
         }
+        let error = "127.0.0.1:99999".parse::<Endpoint>();
+        assert_eq!(error, Err("the port 99999 is not between 1 and 65535".into()));
     }
 }

@@ -39,6 +39,11 @@ const PLATFORM: (&str, &str) = ("linux", "amd64");
 pub(crate) enum ImageError {
     #[error("{0}")]
     Open(io::Error),
+    #[error(
+        "there is no such file; --image takes a file or a directory, such as `docker save --output busybox.tar \
+         busybox` writes; bulkhead run pulls nothing"
+    )]
+    NoFile,
     #[error("it is compressed; decompress it first, for example with gunzip")]
     Compressed,
     #[error(
@@ -241,17 +246,20 @@ fn blob_name(digest: &str) -> Result<String, ImageError> {
 
 impl Blobs {
     fn open(path: &Path) -> Result<Self, ImageError> {
-        let mut file = File::open(path).map_err(ImageError::Open)?;
+        let mut file = File::open(path).map_err(|error| match error.kind() {
+            io::ErrorKind::NotFound => ImageError::NoFile,
+            _ => ImageError::Open(error),
+        })?;
         if file.metadata().map_err(ImageError::Open)?.is_dir() {
             return Ok(Self::Directory(file));
         }
-        let mut first = [0; 2];
-        match file.read_exact(&mut first) {
-            Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => return Err(ImageError::NoImage),
-            other => other.map_err(ImageError::Open)?,
-        }
-        if first == [0x1f, 0x8b] {
+        let mut first = Vec::new();
+        file.by_ref().take(unpack::BLOCK).read_to_end(&mut first).map_err(ImageError::Open)?;
+        if first.starts_with(unpack::GZIP) {
             return Err(ImageError::Compressed);
+        }
+        if first.is_empty() || !unpack::may_begin(&first) {
+            return Err(ImageError::NoImage);
         }
         file.seek(SeekFrom::Start(0)).map_err(ImageError::Open)?;
         let mut files = HashMap::new();

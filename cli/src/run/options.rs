@@ -4,6 +4,9 @@ use std::{path::PathBuf, time::Duration};
 
 use clap::{ArgGroup, Args, ValueEnum};
 
+/// The least SIZE. Nothing runs with less, and whoever writes less has forgotten the unit.
+const LEAST_SIZE: u64 = 1 << 20;
+
 /// The options, as they are written.
 #[derive(Debug, Args)]
 #[command(group(ArgGroup::new("root").required(true)))]
@@ -21,14 +24,18 @@ pub(crate) struct Options {
     pub(crate) archive: Option<PathBuf>,
     /// The program's root is this image: an OCI image layout, as a directory or a .tar, or what `docker save` writes.
     ///
-    /// It is unpacked into memory for each run (see --scratch). Entrypoint, command, environment, working directory
-    /// and user are those of the image, where no option says otherwise.
+    /// It pulls nothing from a registry. The image is unpacked into memory for each run (see --scratch). Entrypoint,
+    /// command, environment, working directory and user are those of the image, where no option says otherwise.
     #[arg(long, value_name = "FILE", group = "root")]
     pub(crate) image: Option<PathBuf>,
     /// The most that the root takes in memory: what the program writes to it, and an image or an archive.
+    ///
+    /// A number without a unit is bytes. k, m and g are powers of 1024.
     #[arg(long, value_name = "SIZE", default_value = "1G", value_parser = size)]
     pub(crate) scratch: u64,
     /// The memory that the program may use, such as 512M or 2G. By default there is no limit of its own.
+    ///
+    /// A number without a unit is bytes. k, m and g are powers of 1024.
     #[arg(long, value_name = "SIZE", value_parser = size)]
     pub(crate) memory: Option<u64>,
     /// The processors that the program may use, such as 2 or 0.5. By default it may use all of them.
@@ -70,12 +77,9 @@ pub(crate) struct Options {
     #[arg(long, short)]
     pub(crate) tty: bool,
     /// The program and its arguments. With --image, they are added to its entrypoint and replace its command.
-    #[arg(
-        value_name = "PROGRAM",
-        trailing_var_arg = true,
-        allow_hyphen_values = true,
-        required_unless_present = "image"
-    )]
+    ///
+    /// Only after `--` its name may begin with `-`. Its arguments may always.
+    #[arg(value_name = "PROGRAM", trailing_var_arg = true, required_unless_present = "image")]
     pub(crate) command: Vec<String>,
 }
 
@@ -118,14 +122,18 @@ fn size(text: &str) -> Result<u64, String> {
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let unit = match text[digits.len()..].to_ascii_lowercase().as_str() {
         "" | "b" => 0,
-        "k" | "kb" | "kib" => 10,
-        "m" | "mb" | "mib" => 20,
-        "g" | "gb" | "gib" => 30,
+        "k" | "ki" | "kb" | "kib" => 10,
+        "m" | "mi" | "mb" | "mib" => 20,
+        "g" | "gi" | "gb" | "gib" => 30,
         _ => return Err("the units are k, m and g".into()),
     };
     let number: u64 = digits.parse().map_err(|_| "it is a number and a unit, such as 512M".to_owned())?;
     let bytes = number.checked_mul(1 << unit).filter(|bytes| *bytes <= i64::MAX.unsigned_abs());
-    bytes.filter(|bytes| *bytes > 0).ok_or_else(|| "it is out of range".into())
+    match bytes {
+        Some(bytes @ 1..LEAST_SIZE) => Err(format!("it is {bytes} bytes; did you mean {number}M?")),
+        Some(bytes) if bytes > 0 => Ok(bytes),
+        _ => Err("it is out of range".into()),
+    }
 }
 
 fn processors(text: &str) -> Result<f64, String> {
@@ -156,14 +164,37 @@ fn duration(text: &str) -> Result<Duration, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::process;
 
     #[test]
     fn sizes_have_units_and_a_range() {
         assert_eq!(size("512M"), Ok(512 << 20));
-        assert_eq!((size("1024"), size("2GiB"), size("7k")), (Ok(1024), Ok(2 << 30), Ok(7 << 10)));
+        assert_eq!((size("1048576"), size("2GiB"), size("2048k")), (Ok(1 << 20), Ok(2 << 30), Ok(2 << 20)));
+        assert_eq!(["1024Ki", "1Mi", "1Gi"].map(size), [Ok(1 << 20), Ok(1 << 20), Ok(1 << 30)]);
+        assert_eq!(size("512"), Err("it is 512 bytes; did you mean 512M?".into()));
+        assert_eq!(size("7k"), Err("it is 7168 bytes; did you mean 7M?".into()));
         for wrong in ["", "M", "0", "-1M", "1.5G", "1T", "99999999999G", "1é"] {
             assert!(size(wrong).is_err(), "{wrong}");
         }
+    }
+
+    #[test]
+    fn an_option_that_does_not_exist_is_no_program() {
+        let options = |words: &[&str]| process::options::<Options>(words);
+        for (words, unknown) in [
+            (&["--rootfs", "/", "--memroy", "512M", "--", "true"][..], "'--memroy'"),
+            (&["--rootfs", "/", "-it", "--", "sh"], "'-i'"),
+            (&["--rootfs", "/", "--name", "x", "--", "sh"], "'--name'"),
+            (&["--rm", "--rootfs", "/", "--", "sh"], "'--rm'"),
+        ] {
+            let error = options(words).unwrap_err().to_string();
+            assert!(error.starts_with(&format!("error: unexpected argument {unknown} found")), "{error}");
+        }
+        let runner =
+            options(&["--rootfs", "/", "target/test", "--nocapture", "--", "-t", "--memory"]).unwrap();
+        assert_eq!(runner.command, ["target/test", "--nocapture", "--", "-t", "--memory"]);
+        let dashed = options(&["--rootfs", "/", "--", "-program", "-t"]).unwrap();
+        assert_eq!((dashed.command.len(), dashed.tty), (2, false));
     }
 
     #[test]

@@ -20,7 +20,7 @@ use rustix::{
     },
     io::Errno,
 };
-use tar::{Archive, Entry, EntryType};
+use tar::{Archive, Entry, EntryType, Header};
 
 /// What the names of a layer that remove something begin with (OCI image-spec, layer.md, whiteouts).
 const WHITEOUT: &[u8] = b".wh.";
@@ -44,9 +44,13 @@ const DEEPEST: usize = 1024;
 const MOST_WRITTEN: u64 = 64 << 20;
 
 /// How files begin that are compressed.
-const GZIP: &[u8] = &[0x1f, 0x8b];
+pub(super) const GZIP: &[u8] = &[0x1f, 0x8b];
 const OTHERS: [(&[u8], &str); 3] =
     [(&[0x28, 0xb5, 0x2f, 0xfd], "zstd"), (b"\xfd7zXZ\0", "xz"), (b"BZh", "bzip2")];
+
+/// The bytes of a header, and where its checksum is.
+pub(super) const BLOCK: u64 = 512;
+const CHECKSUM: std::ops::Range<usize> = 148..156;
 
 /// Attributes with this prefix in a PAX header become extended attributes.
 const XATTR: &str = "SCHILY.xattr.";
@@ -56,6 +60,8 @@ const XATTR: &str = "SCHILY.xattr.";
 pub(crate) enum UnpackError {
     #[error("cannot read it: {0}")]
     Read(io::Error),
+    #[error("it is no tar archive; use .tar or .tar.gz")]
+    NoTar,
     #[error("it is compressed with {0}, which is not supported; use gzip or no compression")]
     Compression(&'static str),
     #[error("it is larger than --scratch allows")]
@@ -152,8 +158,27 @@ impl<R: Seek> Seek for Headers<R> {
     }
 }
 
+/// Whether an archive may begin with these bytes: a header with its checksum, the end of an empty archive, or nothing.
+pub(super) fn may_begin(first: &[u8]) -> bool {
+    if first.iter().all(|byte| *byte == 0) {
+        return true;
+    }
+    let Ok(block) = <&[u8; BLOCK as usize]>::try_from(first) else { return false };
+    // The checksum itself counts as spaces.
+    let byte = |(at, byte): (usize, &u8)| u32::from(if CHECKSUM.contains(&at) { b' ' } else { *byte });
+    let sum: u32 = block.iter().enumerate().map(byte).sum();
+    Header::from_byte_slice(block).cksum().is_ok_and(|found| found == sum)
+}
+
 /// Unpacks the archive below `root`.
-pub(super) fn unpack(archive: impl Read, root: &File, kind: Kind) -> Result<(), UnpackError> {
+pub(super) fn unpack(mut archive: impl Read, root: &File, kind: Kind) -> Result<(), UnpackError> {
+    let mut first = Vec::new();
+    archive.by_ref().take(BLOCK).read_to_end(&mut first).map_err(read_error)?;
+    // The errors of a parser would have what is in the file.
+    if !may_begin(&first) {
+        return Err(UnpackError::NoTar);
+    }
+    let archive = io::Cursor::new(first).chain(archive);
     let mut unpacker = Unpacker { root, kind, written: BTreeSet::new(), written_bytes: 0 };
     let (archive, limit) = Headers::new(archive);
     let mut archive = Archive::new(archive);

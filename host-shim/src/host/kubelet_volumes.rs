@@ -125,9 +125,9 @@ pub(crate) fn find(
     Ok(Some((volume, size)))
 }
 
-/// Makes the mount private. A copy of a shared mount is a peer of it, and any process of the host may come to have a mount
-/// that is the slave of this peer (rslave, `HostToContainer`). Linux 6.12 passes nothing on to the slaves of a mount that
-/// is attached nowhere: they would see no later mount of the host as long as the volume is watched.
+/// Makes the mount private. A copy of a shared mount is a peer of it, and any process of the host may come to have a
+/// mount that is the slave of this peer (rslave, `HostToContainer`). Linux 6.12 passes nothing on to the slaves of a
+/// mount that is attached nowhere: they would see no later mount of the host as long as the volume is watched.
 fn keep_apart(directory: &OwnedFd) -> Result<(), Errno> {
     mount_change(no_symlinks::proc_path(directory), MountPropagationFlags::PRIVATE)
 }

@@ -166,6 +166,8 @@ pub enum ConfigError {
     Merge { path: PathBuf, reason: String },
     #[error("{path}: allowed_annotations: there is no annotation for {key:?}; {advice}")]
     Annotation { path: PathBuf, key: String, advice: String },
+    #[error("{path}: {field} = {value:?}: an absolute path is needed")]
+    Relative { path: PathBuf, field: &'static str, value: PathBuf },
     #[error("{path}: {field} = {value}: {allowed}")]
     Range { path: PathBuf, field: &'static str, value: u32, allowed: &'static str },
     #[error("{field} {path}: {reason}; {}", install(field, config))]
@@ -183,6 +185,7 @@ impl ConfigError {
             Self::Read { .. }
             | Self::Parse { .. }
             | Self::Merge { .. }
+            | Self::Relative { .. }
             | Self::Range { .. }
             | Self::Part { .. } => None,
         }
@@ -220,9 +223,25 @@ impl Config {
             .try_into::<Self>()
             .map_err(|e| ConfigError::Merge { path: path.into(), reason: one_line(e.message()) })?;
         let config = Self { path: path.into(), origins, ..merged };
+        config.check_paths()?;
         config.check_ranges()?;
         config.check_annotations()?;
         Ok(config)
+    }
+
+    /// A relative path would be one in the working directory of containerd, or of whoever starts a command.
+    fn check_paths(&self) -> Result<(), ConfigError> {
+        for (field, value) in self.parts() {
+            if !value.is_absolute() {
+                let path = self.origins.get(field).unwrap_or(&self.path).clone();
+                return Err(ConfigError::Relative { path, field, value: value.clone() });
+            }
+        }
+        Ok(())
+    }
+
+    fn parts(&self) -> [(&'static str, &PathBuf); 3] {
+        [("kernel", &self.kernel), ("initramfs", &self.initramfs), ("vmm", &self.vmm)]
     }
 
     fn check_annotations(&self) -> Result<(), ConfigError> {
@@ -284,7 +303,7 @@ impl Config {
 
     /// Checks that what a VM is made of is there, before anything is done for it.
     pub fn check_files(&self) -> Result<(), ConfigError> {
-        for (field, path) in [("kernel", &self.kernel), ("initramfs", &self.initramfs), ("vmm", &self.vmm)] {
+        for (field, path) in self.parts() {
             let missing = |reason| ConfigError::Missing {
                 field,
                 path: path.clone(),
@@ -442,6 +461,8 @@ mod tests {
             ("vcpus = 1\nvcpus 2\n", "line 2 (vcpus 2)"),
             ("vcpus = \"two\"\n", "vcpus"),
             ("vcpus = 33\n", "vcpus"),
+            ("kernel = 'vmlinux'\n", "config.toml: kernel = \"vmlinux\": an absolute path is needed"),
+            ("vmm = ''\n", "vmm = \"\": an absolute path is needed"),
             (
                 "log_format = 'xml'\n",
                 "line 1 (log_format = 'xml'): unknown variant `xml`, expected `text` or `json`",

@@ -184,13 +184,19 @@ fn what_is_no_image_is_refused() {
     assert!(error_of(&other).starts_with("it has neither index.json nor manifest.json"));
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("image");
-    for (content, expected) in
-        [(&b""[..], "it has neither"), (b"\x1f\x8b\x08", "it is compressed; decompress it"), (b"text", "")]
-    {
+    let text = "a text\n".repeat(100);
+    let text = text.as_bytes();
+    for (content, expected) in [
+        (&b""[..], "it has neither"),
+        (b"\x1f\x8b\x08", "it is compressed; decompress it"),
+        (text, "it has neither"),
+    ] {
         fs::write(&file, content).unwrap();
         assert!(unpacked(&file).unwrap_err().starts_with(expected));
     }
-    assert!(unpacked(Path::new("/no/such")).unwrap_err().contains("No such file"));
+    let missing = unpacked(Path::new("busybox")).unwrap_err();
+    assert!(missing.starts_with("there is no such file; --image takes a file or a directory"), "{missing}");
+    assert!(missing.ends_with("bulkhead run pulls nothing"), "{missing}");
     let outside = |path: &str| with_index(vec![], &[json!({ "digest": path })]);
     for digest in ["sha256:../../../etc/passwd", "sha512:00", "x"] {
         assert!(error_of(&outside(digest)).ends_with("only digests by sha256 are supported"));

@@ -198,10 +198,26 @@ fn compression_is_recognized_and_bounded() {
 #[test]
 fn a_damaged_archive_is_an_error() {
     let mut bytes = archive(&[("file", REGULAR, "content")]);
-    bytes[100] ^= 0xff;
+    let second = bytes.len() - 1024;
+    bytes.splice(second.., archive(&[("other", REGULAR, "content")]));
     let roots = Roots::new();
     let root = File::open(roots.path("")).unwrap();
+    unpack(bytes.as_slice(), &root, Kind::Root).unwrap();
+    bytes[second + 100] ^= 0xff;
     assert!(matches!(unpack(bytes.as_slice(), &root, Kind::Root), Err(UnpackError::Read(_))));
+}
+
+#[test]
+fn what_is_no_archive_is_refused_without_its_content() {
+    let roots = Roots::new();
+    let root = File::open(roots.path("")).unwrap();
+    let mut damaged = archive(&[("file", REGULAR, "content")]);
+    damaged[100] ^= 0xff;
+    for bytes in [b"short".to_vec(), b"secret words\n".repeat(1000), damaged] {
+        let error = unpack(bytes.as_slice(), &root, Kind::Root).unwrap_err().to_string();
+        assert_eq!(error, "it is no tar archive; use .tar or .tar.gz");
+    }
+    unpack([0; 1024].as_slice(), &root, Kind::Root).unwrap();
 }
 
 /// The names and attributes of an entry are kept in memory as a whole, however small they are compressed.

@@ -400,7 +400,7 @@ fn has_message(text: &str, message: &str) -> bool {
 type Provocation = (&'static str, fn(&Host) -> Result<Finished>);
 
 /// The beginning of each message, and how it is provoked.
-const PROVOCATIONS: [Provocation; 17] = [
+const PROVOCATIONS: [Provocation; 18] = [
     ("KVM is missing", |host| {
         let _away = MovedAway::file(Path::new("/dev/kvm"))?;
         host.run(&["true"])
@@ -433,6 +433,12 @@ const PROVOCATIONS: [Provocation; 17] = [
     ("process.selinuxLabel", |host| {
         let label = json!("system_u:system_r:container_t:s0:c1,c2");
         Spec::of(host, &["true"])?.with("/process", "selinuxLabel", label)?.run(host.container())
+    }),
+    ("...: it has no version", |_| {
+        let directory = scratch()?;
+        let file = directory.path().join("config.toml");
+        fs::write(&file, "disabled_plugins = [\"cri\"]\n")?;
+        bulkhead(&["install", "--containerd-config", &file.to_string_lossy()])
     }),
 ];
 
@@ -549,7 +555,7 @@ mod tests {
     ];
 
     /// Words of the page that nobody says: commands of others, options, files, and keys with a value.
-    const NO_MESSAGES: [&str; 30] = [
+    const NO_MESSAGES: [&str; 33] = [
         "->",
         "warn",
         "docker inspect --format '{{.Id}}' NAME",
@@ -580,6 +586,9 @@ mod tests {
         "ip netns",
         "aa-status",
         "apparmor_parser --replace FILE",
+        "containerd config default > /etc/containerd/config.toml",
+        "cri",
+        "disabled_plugins",
     ];
 
     #[test]

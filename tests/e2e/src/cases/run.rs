@@ -475,12 +475,12 @@ fn bad_images(host: &Host) -> Result<()> {
                 &["--image", &changed.display().to_string()][..],
                 "layer 1: its content does not have the digest",
             ),
-            (&["--image", "/no/such.tar"], "--image /no/such.tar: No such file"),
+            (&["--image", "/no/such.tar"], "--image /no/such.tar: there is no such file; --image takes"),
             (&["--image", &text], "--image "),
-            (&["--archive", &text], "cannot read it"),
+            (&["--archive", &text], "it is no tar archive; use .tar or .tar.gz"),
             (&["--archive", &evil], "the name has `..` in it"),
             (&["--archive", &device], "entry \"null\": device nodes are not supported"),
-            (&["--scratch", "64k", "--image", &archive], "it is larger than --scratch allows"),
+            (&["--scratch", "1M", "--image", &archive], "it is larger than --scratch allows"),
         ] {
             let finished = bulkhead_run(host, &[words, &["true"]].concat()).run()?;
             finished.exits(125)?.fails_with(message)?.says_one_line()?;

@@ -145,7 +145,7 @@ fn files(dist: &Dist) -> Result<Vec<File>> {
     files.extend(pictures.into_iter().map(picture));
     let program = dist.root().join(BIN).join("bulkhead");
     let pages = TempDir::new().context("no directory for man pages")?;
-    output(&program, &["man-pages".as_ref(), pages.path()])?;
+    output(&program, &["roff".as_ref(), pages.path()])?;
     let mut man = Vec::new();
     collect(pages.path(), pages.path(), &mut man)?;
     files.extend(man.into_iter().map(|page| document(&format!("man/man1/{}", page.path), page.data)));
