@@ -26,7 +26,10 @@ pub(crate) struct MemoryLimits {
 impl PodVm {
     /// Gives the VM the memory for the limits of its containers, as far as the host's cgroups allow.
     pub(crate) async fn grow_memory(&self, guest: &Guest) -> Result<(), TaskError> {
-        self.fit_memory(guest, 0).await
+        match self.fit_memory(guest, 0).await? {
+            Some(added_mib) => Ok(guest.agent.follow_memory(added_mib).await?),
+            None => Ok(()),
+        }
     }
 
     /// Takes memory from the VM after a limit was lowered by `fallen` bytes. kubelet lowers the limit of the pod's
@@ -34,20 +37,21 @@ impl PodVm {
     pub(crate) async fn shrink_memory(&self, guest: &Guest, fallen: u64) -> Result<(), TaskError> {
         // kubelet does not limit the cgroup of a pod with such a container, so it lowers nothing.
         let fallen = if self.has_unlimited() { 0 } else { fallen };
-        self.fit_memory(guest, fallen).await
+        self.fit_memory(guest, fallen).await?;
+        // Also if nothing is to change now: the guest may have given memory back after an earlier change had no more
+        // waited for it.
+        Ok(guest.agent.follow_memory(guest.vm.added_mib().await).await?)
     }
 
     /// Changes the VM's memory to what its containers need and the host's cgroups allow. `fallen`: the bytes by which
-    /// the limit of the pod's cgroup is about to be lowered.
-    async fn fit_memory(&self, guest: &Guest, fallen: u64) -> Result<(), TaskError> {
+    /// the limit of the pod's cgroup is about to be lowered. Returns what the guest has beyond the memory that it began
+    /// with, MiB, if that has changed.
+    async fn fit_memory(&self, guest: &Guest, fallen: u64) -> Result<Option<u32>, TaskError> {
         let allowed = match self.host.lock().await.as_ref() {
             Some(host) => host.memory_above().await?.limit.map(|limit| limit.saturating_sub(fallen)),
-            None => return Ok(()),
+            None => return Ok(None),
         };
-        match guest.vm.fit_memory(self.memory_needs(), allowed).await? {
-            Some(added_mib) => Ok(guest.agent.follow_memory(added_mib).await?),
-            None => Ok(()),
-        }
+        Ok(guest.vm.fit_memory(self.memory_needs(), allowed).await?)
     }
 
     /// What a container may use of the guest's memory. None: it is deleted.

@@ -94,7 +94,7 @@ impl Vm {
     }
 
     /// What the guest has beyond the memory that it began with, MiB.
-    async fn added_mib(&self) -> u32 {
+    pub(crate) async fn added_mib(&self) -> u32 {
         self.requested.lock().await.reached_mib.saturating_sub(self.memory.least)
     }
 

@@ -22,7 +22,7 @@ const SUBCOMMANDS: &str = "cli/src/args.rs";
 const INSTALLATION: &str = "cli/src/install/mod.rs";
 
 /// Programs that the page may use, of which nothing is checked but the files that they name.
-const OTHERS: [&str; 4] = ["docker", "dpkg", "kubectl", "tar"];
+const OTHERS: [&str; 5] = ["docker", "dpkg", "kubectl", "sed", "tar"];
 
 /// Checks the page.
 pub(super) fn check() -> Result<()> {
