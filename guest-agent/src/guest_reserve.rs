@@ -19,7 +19,10 @@ use std::{
     fs,
     io::{self, ErrorKind},
     path::Path,
-    sync::{Mutex, MutexGuard, PoisonError},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
     time::Duration,
 };
 
@@ -27,6 +30,7 @@ use bulkhead_agent_api::{HOST_PARAMETERS, HUGE_PAGE};
 use nix::sys::sysinfo::sysinfo;
 use tokio::{
     sync::watch,
+    task::spawn_blocking,
     time::{sleep, timeout},
 };
 
@@ -97,6 +101,8 @@ const MARGIN: u64 = 5;
 /// How long the kernel may take until added memory is online. A block of 128 MiB takes milliseconds, and some tens of
 /// them in the rig.
 const ONLINE: Duration = Duration::from_secs(30);
+/// For so long the agent looks further after that, and sets the limits when it is.
+const ONLINE_LATE: Duration = Duration::from_mins(10);
 /// The pause between two looks whether it is.
 const ONLINE_REST: Duration = Duration::from_millis(2);
 
@@ -115,6 +121,8 @@ pub struct Reserve {
     pool: Mutex<Pool>,
     /// How often [`Reserve::wait_demand`] was called.
     demand_calls: watch::Sender<u64>,
+    /// How often [`Reserve::wait_online`] was called.
+    online_calls: AtomicU64,
 }
 
 /// What the limits depend on.
@@ -217,17 +225,33 @@ impl Reserve {
         Ok(reserve)
     }
 
-    /// Waits until the guest's kernel has the memory online that was added to what it had at boot.
-    pub async fn wait_online(&self, added_mib: u32) -> io::Result<()> {
+    /// Waits until the guest's kernel has the memory online that was added to what it had at boot, or until a later
+    /// call: the memory may have another size then. If it comes late, the limits follow without another call.
+    pub async fn wait_online(self: &Arc<Self>, added_mib: u32) -> io::Result<()> {
+        let call = self.online_calls.fetch_add(1, Ordering::Relaxed) + 1;
         let Some(boot) = self.boot.filter(|_| added_mib > 0) else { return Ok(()) };
         let wanted = boot.memory + (u64::from(added_mib) << 20);
-        let is_online = async {
-            while sysinfo()?.ram_total() < wanted {
-                sleep(ONLINE_REST).await;
+        if let Ok(online) = timeout(ONLINE, self.online(call, wanted)).await {
+            return online;
+        }
+        let reserve = Arc::clone(self);
+        tokio::spawn(async move {
+            if let Ok(Ok(())) = timeout(ONLINE_LATE, reserve.online(call, wanted)).await {
+                let scaled = spawn_blocking(move || reserve.scale_to_memory()).await;
+                if let Err(error) = scaled.map_err(io::Error::other).and_then(|scaled| scaled) {
+                    eprintln!("bulkhead-agent: limits do not follow memory that came late: {error}");
+                }
             }
-            Ok(())
-        };
-        timeout(ONLINE, is_online).await.unwrap_or_else(|_| Err(not_online(sysinfo()?.ram_total(), wanted)))
+        });
+        Err(not_online(sysinfo()?.ram_total(), wanted))
+    }
+
+    /// Waits without a deadline, see [`Reserve::wait_online`].
+    async fn online(&self, call: u64, wanted: u64) -> io::Result<()> {
+        while sysinfo()?.ram_total() < wanted && self.online_calls.load(Ordering::Relaxed) == call {
+            sleep(ONLINE_REST).await;
+        }
+        Ok(())
     }
 
     /// Follows the memory of the guest. It may have got more for a container that is to be created or may use more. It

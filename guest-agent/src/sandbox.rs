@@ -175,10 +175,11 @@ impl Sandbox {
     pub async fn follow_memory(&self, added_mib: u32) -> Result<(), SandboxError> {
         let reserve = Arc::clone(&self.environment.reserve);
         let late = |source| SandboxError::Io { action: "waiting for the memory that was added", source };
-        reserve.wait_online(added_mib).await.map_err(late)?;
+        let online = reserve.wait_online(added_mib).await.map_err(late);
         let scaled = tokio::task::spawn_blocking(move || reserve.scale_to_memory()).await;
         let failed = |source| SandboxError::Io { action: "setting limits that go by the memory", source };
-        scaled.map_err(io::Error::other).and_then(|scaled| scaled).map_err(failed)
+        scaled.map_err(io::Error::other).and_then(|scaled| scaled).map_err(failed)?;
+        online
     }
 
     /// Waits until the containers need more memory than the guest has, see

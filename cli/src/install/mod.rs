@@ -203,9 +203,12 @@ fn configure(out: &mut impl Write, options: &Options, containerd: &Containerd) -
         return Ok(false);
     }
     let lost = before.as_ref().map_or_else(Vec::new, |before| block::lost(before, &text));
-    if !lost.is_empty() && before.is_some_and(|before| block::has_all_of(&before, &text)) {
-        let added = one_line(&lost.join("; "));
-        say(out, &format!("kept {}: the handlers of Bulkhead are there, and {added}", path.display()))?;
+    if before.is_some_and(|before| before != text && block::has_all_of(&before, &text)) {
+        let added = match &lost[..] {
+            [] => String::new(),
+            lost => format!(", and {}", one_line(&lost.join("; "))),
+        };
+        say(out, &format!("kept {}: the handlers of Bulkhead are there{added}", path.display()))?;
         return Ok(false);
     }
     match containerd.generator() {
@@ -218,18 +221,27 @@ fn configure(out: &mut impl Write, options: &Options, containerd: &Containerd) -
     }
     say(out, &format!("wrote {}: the runtime handlers of Bulkhead", path.display()))?;
     if !lost.is_empty() {
-        lines_lost(&path, &lost).print(out).map_err(CommandError::Output)?;
+        let remedy = "if they are yours, write them again beside those of Bulkhead; the next `bulkhead install` \
+                      keeps them there";
+        lines_lost(&path, &lost, remedy).print(out).map_err(CommandError::Output)?;
     }
     Ok(true)
 }
 
 /// What is said of lines that are not in a file any more.
-fn lines_lost(path: &Path, lost: &[String]) -> Finding {
-    Finding::warn(
-        &path.display().to_string(),
-        format!("lines that this version does not write are gone: {}", one_line(&lost.join("; "))),
-        "if they are yours, write them again beside those of Bulkhead; the next `bulkhead install` keeps them there",
-    )
+fn lines_lost(path: &Path, lost: &[String], remedy: &str) -> Finding {
+    let found = format!("lines that this version does not write are gone: {}", one_line(&lost.join("; ")));
+    Finding::warn(&path.display().to_string(), found, remedy)
+}
+
+/// Says which lines an uninstallation has removed that this version does not write.
+fn say_removed(out: &mut impl Write, path: &Path, before: &str, after: &str) -> Result<(), CommandError> {
+    let lost = block::lost(before, after);
+    if lost.is_empty() {
+        return Ok(());
+    }
+    let remedy = "they were beside those of Bulkhead; if they are yours, write them elsewhere";
+    lines_lost(path, &lost, remedy).print(out).map_err(CommandError::Output)
 }
 
 fn template_of(version: Version) -> &'static str {
@@ -377,6 +389,7 @@ fn remove_block(out: &mut impl Write, path: &Path) -> Result<bool, CommandError>
         write(path, &old)?;
         say(out, &format!("wrote {}, without the runtime handlers of Bulkhead", path.display()))?;
     }
+    say_removed(out, path, &text, &old)?;
     Ok(true)
 }
 
@@ -387,6 +400,7 @@ fn remove_drop_in(out: &mut impl Write, path: &Path) -> Result<bool, CommandErro
         Some(text) if block::is_ours(&text) => {
             remove(path)?;
             say(out, &format!("removed {}", path.display()))?;
+            say_removed(out, path, &text, "")?;
             Ok(true)
         }
         Some(_) => {

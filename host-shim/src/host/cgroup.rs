@@ -65,7 +65,7 @@ pub(crate) enum CgroupError {
     Field { field: String, source: Box<CgroupError> },
     #[error("{field} cannot be set: {path} does not exist, so the host's kernel has no such limit")]
     NoFile { field: String, path: PathBuf },
-    #[error("{field}: cannot write {text:?} to {path}{hint}")]
+    #[error("{field}: cannot write {text:.256?} to {path}{hint}")]
     Line { field: String, text: String, path: PathBuf, hint: &'static str, source: io::Error },
     #[error(
         "{field} is of cgroup v2, and this host has the controller blkio of cgroup v1; use linux.resources.blockIO"

@@ -135,10 +135,12 @@ pub(crate) fn set(cgroup: &Cgroup, limits: &[IoLimit], former: &Mutex<Former>) -
     Ok(())
 }
 
-/// Writes back what limits have replaced.
+/// Writes back what limits have replaced. An error, such as that of a device that has gone, does not keep the others
+/// from it. The first one is returned.
 pub(crate) fn write_back(cgroup: &Cgroup, former: &Former) -> Result<(), CgroupError> {
     let directory = directory(cgroup)?;
-    former.0.iter().rev().try_for_each(|(file, text)| write_line(directory, file, text))
+    let lines = former.0.iter().rev();
+    lines.map(|(file, text)| write_line(directory, file, text)).fold(Ok(()), Result::and)
 }
 
 fn directory(cgroup: &Cgroup) -> Result<&Directory, CgroupError> {

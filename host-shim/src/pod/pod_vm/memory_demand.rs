@@ -27,7 +27,7 @@ use crate::{
         error::chain,
         log_limit::{LogLimit, Logged},
     },
-    vm::vmm::Room,
+    vm::vmm::{Room, VmError},
 };
 
 /// How often the host's memory and its cgroups are looked at, which decide whether the VM can grow. It does not grow
@@ -197,9 +197,14 @@ impl Growth {
         let Some(pod) = self.growing_pod()? else { return Ok(Answered::NoRoom) };
         match pod.promise_growth(&self.guest).await? {
             Promised::Size(wanted_mib) => {
-                if let Some(added_mib) = self.guest.vm.grow_on_demand(wanted_mib).await? {
-                    self.guest.agent.follow_memory(added_mib).await?;
+                let Guest { vm, agent, .. } = &self.guest;
+                let grown = vm.grow_on_demand(wanted_mib).await;
+                // The guest may get late what it was given, and its agent looks further. Otherwise the memory could not
+                // be used.
+                if grown.as_ref().err().is_none_or(VmError::is_late) {
+                    agent.follow_memory(vm.added_by(wanted_mib)).await?;
                 }
+                grown?;
                 Ok(Answered::Grown)
             }
             Promised::NoRoom => Ok(Answered::NoRoom),

@@ -37,10 +37,10 @@ impl PodVm {
     pub(crate) async fn shrink_memory(&self, guest: &Guest, fallen: u64) -> Result<(), TaskError> {
         // kubelet does not limit the cgroup of a pod with such a container, so it lowers nothing.
         let fallen = if self.has_unlimited() { 0 } else { fallen };
-        self.fit_memory(guest, fallen).await?;
+        let added_mib = self.fit_memory(guest, fallen).await?;
         // Also if nothing is to change now: the guest may have given memory back after an earlier change had no more
         // waited for it.
-        Ok(guest.agent.follow_memory(guest.vm.added_mib().await).await?)
+        Ok(guest.agent.follow_memory(added_mib.unwrap_or(0)).await?)
     }
 
     /// Changes the VM's memory to what its containers need and the host's cgroups allow. `fallen`: the bytes by which

@@ -84,18 +84,27 @@ impl Vm {
             Err(source) if source.reached_mib().unwrap_or(before.reached_mib) < needed_mib => {
                 return Err(VmError::Grow { wanted_mib: needed_mib, source });
             }
-            Err(error) => tracing::warn!(
-                wanted_mib,
-                error = chain(&error),
-                "the guest keeps more memory than the pod's cgroup allows, so the host may kill the VM"
-            ),
+            Err(error) => {
+                tracing::warn!(
+                    wanted_mib,
+                    error = chain(&error),
+                    "the guest keeps more memory than the pod's cgroup allows, so the host may kill the VM"
+                );
+                // It may still give memory back. Nothing is to be waited for.
+                return Ok(Some(0));
+            }
         }
         Ok(Some(self.added_mib().await))
     }
 
     /// What the guest has beyond the memory that it began with, MiB.
-    pub(crate) async fn added_mib(&self) -> u32 {
-        self.requested.lock().await.reached_mib.saturating_sub(self.memory.least)
+    async fn added_mib(&self) -> u32 {
+        self.added_by(self.requested.lock().await.reached_mib)
+    }
+
+    /// What a guest with so much memory has beyond what it began with, MiB.
+    pub(crate) fn added_by(&self, mib: u32) -> u32 {
+        mib.saturating_sub(self.memory.least)
     }
 
     /// The size to which the VM grows on demand, MiB. None: there is no room.
@@ -108,20 +117,19 @@ impl Vm {
         (size > present_mib).then_some(size)
     }
 
-    /// Grows on demand of containers without a limit. Returns what the guest has beyond the memory that it began with,
-    /// MiB, if it has grown.
-    pub(crate) async fn grow_on_demand(&self, wanted_mib: u32) -> Result<Option<u32>, VmError> {
+    /// Grows on demand of containers without a limit.
+    pub(crate) async fn grow_on_demand(&self, wanted_mib: u32) -> Result<(), VmError> {
         let requested = self.requested.lock().await;
         let before_mib = requested.mib;
         if wanted_mib <= before_mib {
-            return Ok(None);
+            return Ok(());
         }
         let wanted = Present { mib: wanted_mib, huge_pages_mib: requested.huge_pages_mib };
         self.resize(requested, wanted, wanted_mib)
             .await
             .map_err(|source| VmError::GrowOnDemand { wanted_mib, source })?;
         tracing::info!(before_mib, wanted_mib, "the VM grew for containers without a memory limit");
-        Ok(Some(self.added_mib().await))
+        Ok(())
     }
 
     /// Requests that the guest has what is `wanted`, and waits until it has `needed_mib` or more of that. Others may
@@ -153,6 +161,13 @@ impl Vm {
             requested.reached_mib = reached_mib;
         }
         reached.map(drop)
+    }
+}
+
+impl VmError {
+    /// Whether a guest may still get the memory that it was given.
+    pub(crate) fn is_late(&self) -> bool {
+        matches!(self, Self::GrowOnDemand { source: ResizeError::Late { .. }, .. })
     }
 }
 

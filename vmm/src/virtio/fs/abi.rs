@@ -102,6 +102,8 @@ pub(super) const OPEN_KILL_SUIDGID: u32 = 1;
 pub(super) const SETXATTR_ACL_KILL_SGID: u32 = 1;
 /// `FUSE_FSYNC_FDATASYNC`.
 pub(super) const FSYNC_DATA: u32 = 1;
+/// `FOPEN_DIRECT_IO`: the guest reads from the file without its page cache.
+pub(super) const OPEN_DIRECT_IO: u32 = 1;
 /// `FOPEN_KEEP_CACHE`: the pages of the file in the page cache of the guest are still valid.
 pub(super) const OPEN_KEEP_CACHE: u32 = 1 << 1;
 /// `FOPEN_CACHE_DIR`: the guest may cache the entries of the directory.
@@ -110,8 +112,8 @@ pub(super) const OPEN_CACHE_DIR: u32 = 1 << 3;
 pub(super) const OPEN_NOFLUSH: u32 = 1 << 5;
 
 /// `fuse_open_in.flags` with which Linux opens a file or directory to send one of the ioctls for inode flags. It does
-/// not look at what the answer says about caches (fs/fuse/ioctl.c, fuse_priv_ioctl_prepare). open(2) of a 64-bit
-/// process adds O_LARGEFILE.
+/// not look at what the answer says about caches, and cannot try again (fs/fuse/ioctl.c, fuse_priv_ioctl_prepare). A
+/// 32-bit process without O_LARGEFILE opens a file to read it by the same flags; a 64-bit process always has that one.
 pub(super) const OPENED_FOR_IOCTL: u32 = 0;
 
 /// `fuse_setattr_in.valid`.

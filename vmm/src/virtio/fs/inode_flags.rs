@@ -14,17 +14,26 @@
 //! as if two processes of the host did that. The kernel does not let the server remove FS_IMMUTABLE_FL and
 //! FS_APPEND_FL even so.
 
-use rustix::{fs::OFlags, io::Errno};
+use std::os::fd::OwnedFd;
+
+use rustix::{
+    fs::{AtFlags, CWD, FileType, Mode, OFlags, Statx, chmodat, fstatfs, openat},
+    io::Errno,
+};
 
 use super::{
     abi::{Args, Body, Result},
     file_server::{Answer, Request, Server},
+    file_stat::path_of,
+    identity::kind_of,
     inode_ioctls::{
         FS_IOC_FSGETXATTR, FS_IOC_FSSETXATTR, FS_IOC_GETFLAGS, FS_IOC_GETVERSION, FS_IOC_SETFLAGS, FSXATTR,
         Fsxattr, flags, fsxattr, generation, set_flags, set_fsxattr,
     },
 };
 
+/// `OVERLAYFS_SUPER_MAGIC`.
+const OVERLAYFS: i64 = 0x794c_7630;
 /// Bytes of the flags.
 const FLAGS: usize = 4;
 /// Bytes of `fuse_ioctl_out`.
@@ -176,22 +185,43 @@ impl Server {
     }
 
     fn set_inode_flags(&mut self, node: u64, wanted: u32) -> Result<Answer> {
-        let (file, _) = self.open_node(node, OFlags::RDONLY)?;
-        let new = FLAGS_RULES.apply(flags(&file)?, wanted)?;
+        let (file, stat) = self.open_node(node, OFlags::RDONLY)?;
+        let new = |file| FLAGS_RULES.apply(flags(file)?, wanted);
+        new(&file)?;
         self.check_name_before_change(node, &file)?;
-        set_flags(&file, new)?;
+        copy_up(&file, &stat)?;
+        set_flags(&file, new(&file)?)?;
         self.follow_copy(node, &file)?;
         Ok(answer().into())
     }
 
     fn set_fsxattr(&mut self, node: u64, wanted: Fsxattr) -> Result<Answer> {
-        let (file, _) = self.open_node(node, OFlags::RDONLY)?;
-        let new = changed_fsxattr(&fsxattr(&file)?, &wanted)?;
+        let (file, stat) = self.open_node(node, OFlags::RDONLY)?;
+        let new = |file| changed_fsxattr(&fsxattr(file)?, &wanted);
+        new(&file)?;
         self.check_name_before_change(node, &file)?;
-        set_fsxattr(&file, &new)?;
+        copy_up(&file, &stat)?;
+        set_fsxattr(&file, &new(&file)?)?;
         self.follow_copy(node, &file)?;
         Ok(answer().into())
     }
+}
+
+/// Has overlayfs copy a file of a lower layer, as the change of its flags would. The copy is in the project of the upper
+/// layer, and has flags for the way in which it is stored. What the guest asks for has to be judged by these.
+fn copy_up(file: &OwnedFd, stat: &Statx) -> Result<()> {
+    if fstatfs(file)?.f_type != OVERLAYFS {
+        return Ok(());
+    }
+    let path = path_of(file);
+    if kind_of(stat) == FileType::RegularFile {
+        let flags = OFlags::WRONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+        openat(CWD, &*path, flags, Mode::empty())?;
+    } else {
+        // With the mode that it has. Nothing can be opened to be written that is not a regular file.
+        chmodat(CWD, &*path, Mode::from_raw_mode(u32::from(stat.stx_mode) & 0o7777), AtFlags::empty())?;
+    }
+    Ok(())
 }
 
 /// `fuse_ioctl_out` of an ioctl that has succeeded. What it returns follows.

@@ -17,6 +17,7 @@ use super::{
     file_stat::stat_at,
     identity::kind_of,
     listings::{Position, Used},
+    nodes::caching::Known,
     open_files::Opened,
     read_write::version,
 };
@@ -66,7 +67,12 @@ impl Server {
         if self.tables().nodes.is_own(node) {
             keeps |= OPEN_CACHE_DIR;
         }
-        if flags != OPENED_FOR_IOCTL && self.tables().nodes.remember_version(node, version(&stat))? {
+        let version = version(&stat);
+        let is_known = match flags {
+            OPENED_FOR_IOCTL => self.tables().nodes.knows(node, &stat, version) == Known::SameVersion,
+            _ => self.tables().nodes.remember_version(node, version)?,
+        };
+        if is_known {
             keeps |= OPEN_KEEP_CACHE;
         }
         let handle = self.add_handle(node, DIRECTORY, directory)?;

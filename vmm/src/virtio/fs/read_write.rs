@@ -16,12 +16,13 @@ use rustix::{
 
 use super::{
     abi::{
-        Body, FSYNC_DATA, OPEN_KEEP_CACHE, OPEN_KILL_SUIDGID, OPEN_NOFLUSH, OPENED_FOR_IOCTL, Result,
-        WRITE_KILL_SUIDGID,
+        Body, FSYNC_DATA, OPEN_DIRECT_IO, OPEN_KEEP_CACHE, OPEN_KILL_SUIDGID, OPEN_NOFLUSH, OPENED_FOR_IOCTL,
+        Result, WRITE_KILL_SUIDGID,
     },
     file_server::{Answer, LONGEST_DATA, Request, Server, done},
     file_stat::{FileStat, stat_at},
     handles,
+    nodes::caching::Known,
     open_files::Opened,
 };
 use crate::jail::capabilities::without_set_id_bits;
@@ -46,9 +47,15 @@ impl Server {
         self.tables().handles.make_room()?;
         let (file, stat) = self.open_file(node, flags, open_flags & OPEN_KILL_SUIDGID != 0)?;
         if flags == OPENED_FOR_IOCTL {
-            // The guest reads nothing, so whatever it has cached stays to be checked by the next open.
+            // What the guest has cached stays to be checked by the next open. A 32-bit process, which may read, gets
+            // what the host has.
             let handle = self.add_handle(node, OFlags::RDONLY, file)?;
-            return Ok(Body::default().u64(handle).u32(OPEN_NOFLUSH).u32(0).into());
+            let cached = match self.tables().nodes.knows(node, &stat, version(&stat)) {
+                Known::SameVersion => OPEN_KEEP_CACHE,
+                Known::OtherVersion => 0,
+                Known::OtherSize => OPEN_DIRECT_IO,
+            };
+            return Ok(Body::default().u64(handle).u32(OPEN_NOFLUSH | cached).u32(0).into());
         }
         if flags & OFlags::TRUNC.bits() != 0 {
             self.tables().nodes.resized(node);

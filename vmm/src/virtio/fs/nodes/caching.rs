@@ -28,6 +28,24 @@ pub(in crate::virtio::fs) const EXCLUSIVE_CACHED_FOR: Duration = Duration::from_
 /// A process in the container may wait for a file that somebody on the host copies into it.
 pub(in crate::virtio::fs) const OWN_ABSENCE_CACHED_FOR: Duration = Duration::from_secs(10);
 
+/// What the guest may have cached of a file, compared with what it is now.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::virtio::fs) enum Known {
+    /// It may have all of it.
+    SameVersion,
+    /// Its pages are not valid, or nobody knows.
+    OtherVersion,
+    /// The guest may know another size, and would not read beyond it.
+    OtherSize,
+}
+
+impl Told {
+    /// A file that changes all the time has another size already. The guest must come to open it, too.
+    fn is_other_size(&self, stat: &Statx) -> bool {
+        self.size != stat.stx_size && self.at.elapsed() >= CACHED_FOR
+    }
+}
+
 impl Nodes {
     /// Whether the file that was found at `name` in `parent` is in the root of a container. The share has a directory
     /// for each container, which the guest cannot change.
@@ -104,9 +122,16 @@ impl Nodes {
     /// file. The next call then returns false. The guest never reads beyond the size that it knows.
     pub(in crate::virtio::fs) fn forget_other_size(&mut self, number: u64, stat: &Statx) -> bool {
         let Some(node) = self.table.get_mut(number) else { return false };
-        // A file that changes all the time has another size already. The guest must come to open it, too.
-        let is_other = |told: &Told| told.size != stat.stx_size && told.at.elapsed() >= CACHED_FOR;
-        node.told.take_if(|told| is_other(told)).is_some()
+        node.told.take_if(|told| told.is_other_size(stat)).is_some()
+    }
+
+    /// What the guest knows of a file or a directory that has this version now. Nothing is remembered.
+    pub(in crate::virtio::fs) fn knows(&self, number: u64, stat: &Statx, version: u64) -> Known {
+        match self.table.get(number) {
+            Some(node) if node.told.as_ref().is_some_and(|told| told.is_other_size(stat)) => Known::OtherSize,
+            Some(node) if node.version == version && version != 0 => Known::SameVersion,
+            _ => Known::OtherVersion,
+        }
     }
 
     /// Stores the version of the contents of a file. Returns true if the same version was stored before. Version 0
