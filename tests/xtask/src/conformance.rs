@@ -338,6 +338,14 @@ pub(crate) fn by_name(cases: &[Known], named: &Named) -> Result<String> {
     by_name::sections(cases, named)
 }
 
+/// The page with other sections about the cases that a whole run leaves out. They are its end.
+pub(crate) fn with_by_name(page: &str, by_name: &str) -> Result<String> {
+    let first = by_name.lines().next().context("there are no sections")?;
+    let (before, _) =
+        page.split_once(&format!("\n{first}\n")).with_context(|| format!("the page has no {first:?}"))?;
+    Ok(format!("{before}\n{}", filled(by_name)))
+}
+
 /// The sections of the page that no run decides: what differs from runc, and what other pages say. An error if one of
 /// these lacks its table.
 pub(crate) fn of_sources() -> Result<String> {
@@ -398,6 +406,14 @@ mod tests {
 
     use super::*;
     use crate::outcomes::Outcome;
+
+    #[test]
+    fn the_sections_of_cases_run_by_name_are_replaced() {
+        let page = "# Conformance\n\n## Long cases\n\nold\n\n## Groups\n\nold\n";
+        let new = with_by_name(page, "## Long cases\n\nnew\n").unwrap();
+        assert_eq!(new, "# Conformance\n\n## Long cases\n\nnew\n");
+        assert!(with_by_name("# Conformance\n", "## Long cases\n").is_err());
+    }
 
     fn passed(case: &str) -> Outcome {
         Outcome { case: case.to_owned(), seconds: 1.0, failure: None }

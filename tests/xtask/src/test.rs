@@ -9,7 +9,7 @@ use std::process::{Command, ExitStatus, Stdio};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant, SystemTime};
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result, anyhow, ensure};
 use clap::{Args, ValueEnum};
 
 use crate::cache::Cache;
@@ -48,10 +48,14 @@ pub(crate) struct TestArguments {
     /// host.
     #[arg(long)]
     afresh: bool,
-    /// Writes docs/conformance.md, if all of the end-to-end tests ran.
-    #[arg(long, conflicts_with_all = ["filter", "on", "runtime", "containerd", "only", "times"])]
+    /// Writes docs/conformance.md, if all of the end-to-end tests ran. With names of tests it writes only the part of
+    /// the page about those that were run by their names.
+    #[arg(long, conflicts_with_all = ["on", "only", "times"])]
     write_conformance: bool,
 }
+
+/// The page that tells how the end-to-end tests ended.
+const CONFORMANCE: &str = "docs/conformance.md";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Kind {
@@ -138,6 +142,11 @@ pub(crate) fn run(cache: &Cache, arguments: &TestArguments) -> Result<u8> {
     let commit = arguments.write_conformance.then(conformance::commit).transpose()?;
     // An hour later this would be too late.
     arguments.write_conformance.then(conformance::of_sources).transpose()?;
+    let is_part = !arguments.runtime.is_empty() || !arguments.containerd.is_empty();
+    ensure!(
+        !arguments.write_conformance || arguments.filter.is_some() || !is_part,
+        "--write-conformance needs all runtimes and versions of containerd, or names of tests"
+    );
     // Reading the sources takes seconds, so the tests do not wait for it.
     let tree = arguments.is_recorded().then(|| thread::spawn(Tree::now));
     let mut total = Tally::default();
@@ -173,9 +182,12 @@ pub(crate) fn run(cache: &Cache, arguments: &TestArguments) -> Result<u8> {
                 {
                     println!("docs/conformance.md will not know of these cases: {error:#}");
                 }
-                if let Some(commit) = &commit
-                    && let Err(error) = write_conformance(cache, &e2e, &columns(&jobs, &runs), commit)
-                {
+                let written = match &commit {
+                    Some(_) if arguments.filter.is_some() => write_by_name(cache, &e2e),
+                    Some(commit) => write_conformance(cache, &e2e, &columns(&jobs, &runs), commit),
+                    None => Ok(()),
+                };
+                if let Err(error) = written {
                     count("docs/conformance.md", Err(error));
                 }
             }
@@ -246,9 +258,23 @@ fn record(cache: &Cache, tree: JoinHandle<Result<Tree>>, columns: &[(String, &Ru
 }
 
 fn write_conformance(cache: &Cache, e2e: &E2e, columns: &[(String, &Run)], commit: &str) -> Result<()> {
-    let path = source_dir().join("docs/conformance.md");
-    let by_name = conformance::by_name(e2e.known(), &Named::open(cache, &Tree::now()?))?;
-    let page = conformance::page(columns, commit, SystemTime::now(), &by_name)?;
+    let page = conformance::page(columns, commit, SystemTime::now(), &by_name(cache, e2e)?)?;
+    write_page(&page)
+}
+
+/// Writes the part of the page about the cases that were run by their names.
+fn write_by_name(cache: &Cache, e2e: &E2e) -> Result<()> {
+    let path = source_dir().join(CONFORMANCE);
+    let page = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+    write_page(&conformance::with_by_name(&page, &by_name(cache, e2e)?)?)
+}
+
+fn by_name(cache: &Cache, e2e: &E2e) -> Result<String> {
+    conformance::by_name(e2e.known(), &Named::open(cache, &Tree::now()?))
+}
+
+fn write_page(page: &str) -> Result<()> {
+    let path = source_dir().join(CONFORMANCE);
     fs::write(&path, page).with_context(|| format!("cannot write {}", path.display()))
 }
 
