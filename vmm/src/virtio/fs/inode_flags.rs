@@ -207,8 +207,8 @@ impl Server {
     }
 }
 
-/// Has overlayfs copy a file of a lower layer, as the change of its flags would. The copy is in the project of the upper
-/// layer, and has flags for the way in which it is stored. What the guest asks for has to be judged by these.
+/// Has overlayfs copy a file of a lower layer, as the change of its flags would. The copy is in the project of the
+/// upper layer, and has flags for the way in which it is stored. What the guest asks for has to be judged by these.
 fn copy_up(file: &OwnedFd, stat: &Statx) -> Result<()> {
     if fstatfs(file)?.f_type != OVERLAYFS {
         return Ok(());
