@@ -176,6 +176,7 @@ impl Sandbox {
         let reserve = Arc::clone(&self.environment.reserve);
         let late = |source| SandboxError::Io { action: "waiting for the memory that was added", source };
         let online = reserve.wait_online(added_mib).await.map_err(late);
+        // Also if memory is late: the guest may have less than before, and its limits must not be above that.
         let scaled = tokio::task::spawn_blocking(move || reserve.scale_to_memory()).await;
         let failed = |source| SandboxError::Io { action: "setting limits that go by the memory", source };
         scaled.map_err(io::Error::other).and_then(|scaled| scaled).map_err(failed)?;

@@ -107,7 +107,7 @@ pub(super) fn network(root: &Path, configuration: &Table, generator: Option<&str
 }
 
 /// That containerd does not load its CRI plugin, if its configuration says so.
-pub(super) fn disabled(configuration: &Table) -> Option<Finding> {
+pub(crate) fn disabled(configuration: &Table) -> Option<Finding> {
     let name = one_line(containerd::disabled_cri(configuration)?);
     Some(Finding::warn(
         CHECK,

@@ -55,7 +55,7 @@ pub(super) fn modules(root: &Path) -> Finding {
     let (builtin, available) = (list("modules.builtin"), list("modules.dep"));
     let is_loaded = |name: &str| root.join("sys/module").join(name).exists();
     let lacks = |name: &&str| !is_loaded(name) && !is_listed(&builtin, name) && !is_listed(&available, name);
-    let missing = |names: &[&str]| names.iter().copied().filter(lacks).collect::<Vec<_>>().join(", ");
+    let missing = |names: &[&'static str]| names.iter().copied().filter(lacks).collect::<Vec<_>>();
     let (of_network, more) = (missing(&NETWORK), missing(&MORE));
     let unlisted = builtin.is_empty() && available.is_empty();
     match (of_network.is_empty(), more.is_empty()) {
@@ -65,21 +65,25 @@ pub(super) fn modules(root: &Path) -> Finding {
         }
         (false, _) if unlisted => Finding::warn(
             "modules",
-            format!("there is no list of modules in {}; not loaded: {of_network}", directory.display()),
+            format!(
+                "there is no list of modules in {}; not loaded: {}",
+                directory.display(),
+                of_network.join(", ")
+            ),
             format!(
                 "try `modprobe -a {}`; if that fails, install a kernel with these modules; pods with a network need \
                  them",
-                of_network.replace(", ", " ")
+                of_network.join(" ")
             ),
         ),
         (false, _) => Finding::fail(
             "modules",
-            format!("the kernel has no {of_network}"),
+            format!("the kernel has no {}", of_network.join(", ")),
             "install the package with all modules of this kernel; pods with a network need these",
         ),
         (true, false) => Finding::warn(
             "modules",
-            format!("the kernel has no {more}"),
+            format!("the kernel has no {}", more.join(", ")),
             "install the package with all modules of this kernel; nf_tables, nft_chain_nat and nft_redir are for \
              port-forward, cls_flower and act_ct for names of other servers that docker's name server is asked",
         ),

@@ -14,6 +14,7 @@ use std::{
 use rustix::process::geteuid;
 use toml::Table;
 
+pub(crate) use cni::disabled;
 pub(crate) use finding::{Finding, Status};
 
 use crate::{
@@ -86,11 +87,6 @@ pub(crate) fn network(root: &Path, configuration: io::Result<Table>, generator: 
         Ok(configuration) => cni::network(root, &configuration, generator),
         unknown => node::handler(unknown),
     }
-}
-
-/// That the handlers in this configuration have no effect, if that is so.
-pub(crate) fn disabled(configuration: &Table) -> Option<Finding> {
-    cni::disabled(configuration)
 }
 
 /// Whether pods can run.

@@ -203,7 +203,7 @@ fn configure(out: &mut impl Write, options: &Options, containerd: &Containerd) -
         return Ok(false);
     }
     let lost = before.as_ref().map_or_else(Vec::new, |before| block::lost(before, &text));
-    if before.is_some_and(|before| before != text && block::has_all_of(&before, &text)) {
+    if before.is_some_and(|before| block::has_all_of(&before, &text)) {
         let added = match &lost[..] {
             [] => String::new(),
             lost => format!(", and {}", one_line(&lost.join("; "))),
@@ -220,28 +220,19 @@ fn configure(out: &mut impl Write, options: &Options, containerd: &Containerd) -
         }
     }
     say(out, &format!("wrote {}: the runtime handlers of Bulkhead", path.display()))?;
-    if !lost.is_empty() {
-        let remedy = "if they are yours, write them again beside those of Bulkhead; the next `bulkhead install` \
-                      keeps them there";
-        lines_lost(&path, &lost, remedy).print(out).map_err(CommandError::Output)?;
-    }
+    let remedy = "if they are yours, write them again beside those of Bulkhead; the next `bulkhead install` keeps \
+                  them there";
+    say_lost(out, &path, &lost, remedy)?;
     Ok(true)
 }
 
-/// What is said of lines that are not in a file any more.
-fn lines_lost(path: &Path, lost: &[String], remedy: &str) -> Finding {
-    let found = format!("lines that this version does not write are gone: {}", one_line(&lost.join("; ")));
-    Finding::warn(&path.display().to_string(), found, remedy)
-}
-
-/// Says which lines an uninstallation has removed that this version does not write.
-fn say_removed(out: &mut impl Write, path: &Path, before: &str, after: &str) -> Result<(), CommandError> {
-    let lost = block::lost(before, after);
+/// Says which lines are not in a file any more, if there are any.
+fn say_lost(out: &mut impl Write, path: &Path, lost: &[String], remedy: &str) -> Result<(), CommandError> {
     if lost.is_empty() {
         return Ok(());
     }
-    let remedy = "they were beside those of Bulkhead; if they are yours, write them elsewhere";
-    lines_lost(path, &lost, remedy).print(out).map_err(CommandError::Output)
+    let found = format!("lines that this version does not write are gone: {}", one_line(&lost.join("; ")));
+    Finding::warn(&path.display().to_string(), found, remedy).print(out).map_err(CommandError::Output)
 }
 
 fn template_of(version: Version) -> &'static str {
@@ -339,6 +330,9 @@ fn version_of(containerd: &Containerd, options: &Options) -> Result<Version, Com
     }
 }
 
+/// What to do about lines that `bulkhead uninstall` has removed with those of Bulkhead.
+const REMOVED_BESIDE: &str = "they were beside those of Bulkhead; if they are yours, write them elsewhere";
+
 /// `bulkhead uninstall`.
 pub(crate) fn uninstall(out: &mut impl Write, options: &Options) -> Result<(), CommandError> {
     let containerd = options.containerd();
@@ -389,7 +383,7 @@ fn remove_block(out: &mut impl Write, path: &Path) -> Result<bool, CommandError>
         write(path, &old)?;
         say(out, &format!("wrote {}, without the runtime handlers of Bulkhead", path.display()))?;
     }
-    say_removed(out, path, &text, &old)?;
+    say_lost(out, path, &block::lost(&text, &old), REMOVED_BESIDE)?;
     Ok(true)
 }
 
@@ -400,7 +394,7 @@ fn remove_drop_in(out: &mut impl Write, path: &Path) -> Result<bool, CommandErro
         Some(text) if block::is_ours(&text) => {
             remove(path)?;
             say(out, &format!("removed {}", path.display()))?;
-            say_removed(out, path, &text, "")?;
+            say_lost(out, path, &block::lost(&text, ""), REMOVED_BESIDE)?;
             Ok(true)
         }
         Some(_) => {

@@ -120,13 +120,14 @@ pub(crate) struct Former(Vec<(&'static str, String)>);
 
 /// Sets the limits. `former` gets what they replace, also if it fails after some of them.
 pub(crate) fn set(cgroup: &Cgroup, limits: &[IoLimit], former: &Mutex<Former>) -> Result<(), CgroupError> {
+    let Some(first) = limits.first() else { return Ok(()) };
+    let of_field = |source| CgroupError::Field { field: first.field.clone(), source: Box::new(source) };
+    let directory = directory(cgroup).map_err(of_field)?;
+    if directory.is_unified {
+        // Before, the cgroup has none of the files.
+        enable(directory, V2).map_err(of_field)?;
+    }
     for limit in limits {
-        let of_field = |source| CgroupError::Field { field: limit.field.clone(), source: Box::new(source) };
-        let directory = directory(cgroup).map_err(of_field)?;
-        if directory.is_unified {
-            // Before, the cgroup has none of the files.
-            enable(directory, V2).map_err(of_field)?;
-        }
         let line = line(directory, limit)?;
         let present = present(directory, &line);
         write(directory, limit, &line)?;

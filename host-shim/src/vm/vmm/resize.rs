@@ -41,7 +41,7 @@ impl Requested {
 impl Vm {
     /// Changes the size of the guest's memory, if needed, for what containers may use together, in a cgroup of the host
     /// that allows `allowed` bytes. Returns what the guest has beyond the memory that it began with, MiB, if that has
-    /// changed.
+    /// changed; 0 also if the guest keeps more than it should, and may still give it back.
     pub(crate) async fn fit_memory(
         &self,
         needs: Needs,
@@ -90,7 +90,7 @@ impl Vm {
                     error = chain(&error),
                     "the guest keeps more memory than the pod's cgroup allows, so the host may kill the VM"
                 );
-                // It may still give memory back. Nothing is to be waited for.
+                // Nothing is to be waited for.
                 return Ok(Some(0));
             }
         }

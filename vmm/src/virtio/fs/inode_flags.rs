@@ -17,7 +17,7 @@
 use std::os::fd::OwnedFd;
 
 use rustix::{
-    fs::{AtFlags, CWD, FileType, Mode, OFlags, Statx, chmodat, fstatfs, openat},
+    fs::{AtFlags, CWD, FileType, Mode, OFlags, Statx, chmodat, fstatfs},
     io::Errno,
 };
 
@@ -30,10 +30,10 @@ use super::{
         FS_IOC_FSGETXATTR, FS_IOC_FSSETXATTR, FS_IOC_GETFLAGS, FS_IOC_GETVERSION, FS_IOC_SETFLAGS, FSXATTR,
         Fsxattr, flags, fsxattr, generation, set_flags, set_fsxattr,
     },
+    paths::open_to_write,
+    read_write::OVERLAYFS,
 };
 
-/// `OVERLAYFS_SUPER_MAGIC`.
-const OVERLAYFS: i64 = 0x794c_7630;
 /// Bytes of the flags.
 const FLAGS: usize = 4;
 /// Bytes of `fuse_ioctl_out`.
@@ -173,35 +173,31 @@ impl Server {
             }
             FS_IOC_SETFLAGS => {
                 check_sizes(sizes, FLAGS, 0)?;
-                self.set_inode_flags(node, args.u32()?)
+                let wanted = args.u32()?;
+                self.change_inode(node, |file| FLAGS_RULES.apply(flags(file)?, wanted), set_flags)
             }
             FS_IOC_FSSETXATTR => {
                 check_sizes(sizes, FSXATTR, 0)?;
                 let wanted = read_fsxattr(args)?;
-                self.set_fsxattr(node, wanted)
+                self.change_inode(node, |file| changed_fsxattr(&fsxattr(file)?, &wanted), set_fsxattr)
             }
             _ => Err(Errno::NOTTY),
         }
     }
 
-    fn set_inode_flags(&mut self, node: u64, wanted: u32) -> Result<Answer> {
+    /// Sets what `judge` makes of what the file has and of what the guest asks for. It is asked before overlayfs copies
+    /// the file, so that nothing is copied for what is refused, and about the copy.
+    fn change_inode<T>(
+        &mut self,
+        node: u64,
+        judge: impl Fn(&OwnedFd) -> Result<T>,
+        set: impl Fn(&OwnedFd, T) -> Result<()>,
+    ) -> Result<Answer> {
         let (file, stat) = self.open_node(node, OFlags::RDONLY)?;
-        let new = |file| FLAGS_RULES.apply(flags(file)?, wanted);
-        new(&file)?;
+        judge(&file)?;
         self.check_name_before_change(node, &file)?;
         copy_up(&file, &stat)?;
-        set_flags(&file, new(&file)?)?;
-        self.follow_copy(node, &file)?;
-        Ok(answer().into())
-    }
-
-    fn set_fsxattr(&mut self, node: u64, wanted: Fsxattr) -> Result<Answer> {
-        let (file, stat) = self.open_node(node, OFlags::RDONLY)?;
-        let new = |file| changed_fsxattr(&fsxattr(file)?, &wanted);
-        new(&file)?;
-        self.check_name_before_change(node, &file)?;
-        copy_up(&file, &stat)?;
-        set_fsxattr(&file, &new(&file)?)?;
+        set(&file, judge(&file)?)?;
         self.follow_copy(node, &file)?;
         Ok(answer().into())
     }
@@ -213,13 +209,12 @@ fn copy_up(file: &OwnedFd, stat: &Statx) -> Result<()> {
     if fstatfs(file)?.f_type != OVERLAYFS {
         return Ok(());
     }
-    let path = path_of(file);
     if kind_of(stat) == FileType::RegularFile {
-        let flags = OFlags::WRONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
-        openat(CWD, &*path, flags, Mode::empty())?;
+        open_to_write(file)?;
     } else {
-        // With the mode that it has. Nothing can be opened to be written that is not a regular file.
-        chmodat(CWD, &*path, Mode::from_raw_mode(u32::from(stat.stx_mode) & 0o7777), AtFlags::empty())?;
+        // A directory cannot be opened to be written. It gets the mode that it has.
+        let mode = Mode::from_raw_mode(u32::from(stat.stx_mode) & 0o7777);
+        chmodat(CWD, &*path_of(file), mode, AtFlags::empty())?;
     }
     Ok(())
 }

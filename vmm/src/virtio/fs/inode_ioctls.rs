@@ -61,9 +61,9 @@ pub(super) fn fsxattr(file: &impl AsRawFd) -> Result<Fsxattr> {
 }
 
 /// Sets `struct fsxattr` of an open file, which need not be open to be written (FS_IOC_FSSETXATTR).
-pub(super) fn set_fsxattr(file: &impl AsRawFd, new: &Fsxattr) -> Result<()> {
+pub(super) fn set_fsxattr(file: &impl AsRawFd, new: Fsxattr) -> Result<()> {
     // SAFETY: FS_IOC_FSSETXATTR reads a `struct fsxattr`.
-    check(unsafe { ioctl_with_ref(file, FS_IOC_FSSETXATTR.into(), new) })
+    check(unsafe { ioctl_with_ref(file, FS_IOC_FSSETXATTR.into(), &new) })
 }
 
 fn get_number(file: &impl AsRawFd, request: u32) -> Result<u32> {

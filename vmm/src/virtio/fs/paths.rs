@@ -154,9 +154,7 @@ impl Server {
         if !is_in_doubt || stat.stx_nlink < 2 || kind_of(&stat) != FileType::RegularFile {
             return Ok(());
         }
-        let flags = OFlags::WRONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
-        let opened = openat(CWD, &*path_of(fd), flags, Mode::empty())?;
-        self.check_name(number, &stat_at(&opened, c"")?)
+        self.check_name(number, &stat_at(&open_to_write(fd)?, c"")?)
     }
 
     /// Call this before the name of a file is removed. See [`super::nodes::Nodes::hold`].
@@ -166,6 +164,12 @@ impl Server {
         let stat = stat_at(&fd, c"")?;
         self.tables().nodes.hold(parent, name, fd, &stat)
     }
+}
+
+/// Opens a regular file anew to be written, for which overlayfs copies one of a lower layer.
+pub(super) fn open_to_write(fd: &OwnedFd) -> Result<OwnedFd> {
+    let flags = OFlags::WRONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+    openat(CWD, &*path_of(fd), flags, Mode::empty())
 }
 
 /// The error if the place of a node does not exist any more.

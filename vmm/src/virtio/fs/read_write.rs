@@ -34,7 +34,9 @@ const SETTLES: Duration = Duration::from_secs(1);
 const LONGEST_COPY: u64 = 64 << 20;
 
 /// File systems that do nothing at close(2) (statfs(2)): ext4, XFS, Btrfs, tmpfs, and overlayfs on these.
-const CLOSE_DOES_NOTHING: [i64; 5] = [0xef53, 0x5846_5342, 0x9123_683e, 0x0102_1994, 0x794c_7630];
+const CLOSE_DOES_NOTHING: [i64; 5] = [0xef53, 0x5846_5342, 0x9123_683e, 0x0102_1994, OVERLAYFS];
+/// `OVERLAYFS_SUPER_MAGIC`.
+pub(super) const OVERLAYFS: i64 = 0x794c_7630;
 
 impl Server {
     /// `fuse_open_in`.

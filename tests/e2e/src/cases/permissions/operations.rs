@@ -92,9 +92,9 @@ const IN_SNAPSHOT: &[&str] = &[
     "time: read again = b'text\\n', f -",
 ];
 
-/// These come as on runc if the guest still has the target of the symbolic link in its cache, which it may have for a
-/// second: then the server reads no link.
-const IF_NOT_CACHED: [&str; 2] = ["time: exchange", "time: exchange back"];
+/// Of the lines above, those that differ only when the server has read the symbolic link. They are as on runc while the
+/// guest has its target cached, for a second at most.
+const UNLESS_CACHED: [&str; 2] = ["time: exchange", "time: exchange back"];
 
 /// The results of the operations, by their names.
 #[derive(Default)]
@@ -139,7 +139,7 @@ fn expect(
 ) -> Result<()> {
     let mut expected = Results::parse(ON_EXT4.lines())?;
     expected.replace(own.iter().copied())?;
-    let if_cached = IF_NOT_CACHED.map(|name| (name, expected.0.get(name).copied()));
+    let when_cached = UNLESS_CACHED.map(|name| (name, expected.0.get(name).copied()));
     if host.runtime() == Runtime::Bulkhead {
         for lines in of_bulkhead {
             expected.replace(lines.iter().copied())?;
@@ -148,7 +148,7 @@ fn expect(
     let finished = task.exec_with_input(&["python3", "-", directory], PROGRAM.into())?;
     let text = finished.succeeds()?.text();
     let came = Results::parse(text.lines())?;
-    for (name, as_on_runc) in if_cached {
+    for (name, as_on_runc) in when_cached {
         if let Some(result) = came.0.get(name).copied().filter(|came| Some(*came) == as_on_runc) {
             expected.0.insert(name, result);
         }
