@@ -16,6 +16,10 @@ use crate::{
 /// The runtime of the handler that containerd has by default.
 const RUNC: &str = "io.containerd.runc.v2";
 
+/// The annotations of a pod that the CRI plugin passes on. Bulkhead refuses those that its own configuration does not
+/// allow. Without this it would not see them, and they would have no effect.
+const ANNOTATIONS: &str = "  pod_annotations = [\"bulkhead.dev/*\"]\n";
+
 /// What begins a template of k3s or RKE2 that is to have all that they write without one.
 const BASE: &str = "{{ template \"base\" . }}\n";
 
@@ -69,8 +73,9 @@ impl Version {
     pub(super) fn handlers(self, with_runc: bool) -> String {
         let mut tables = if with_runc { self.table("runc", RUNC) } else { String::new() };
         tables += &self.table("bulkhead", RUNTIME);
+        tables += ANNOTATIONS;
         if self == Self::V3 {
-            // Without an image of pause.
+            // Without an image of pause. Its pods' annotations reach the shim in any case.
             tables += &self.table("bulkhead-sandbox", RUNTIME);
             tables += "  sandboxer = \"shim\"\n";
         }
@@ -312,13 +317,13 @@ mod tests {
     #[test]
     fn lines_that_are_lost_are_those_of_the_operator() {
         let Change::Text(new) = added("version = 2\n") else { panic!("nothing is added") };
-        let annotations = "  pod_annotations = [\"bulkhead.dev/*\"]\n";
-        let edited = new.replace(END, &format!("{annotations}{END}"));
-        assert_eq!(lost(&edited, &new), [annotations.trim()]);
+        let cgroups = "  cgroup_writable = true\n";
+        let edited = new.replace(END, &format!("{cgroups}{END}"));
+        assert_eq!(lost(&edited, &new), [cgroups.trim()]);
         assert!(has_all_of(&edited, &new) && !has_all_of(&new, &edited));
         // The same line in another table, which stays, is another one.
-        let other = format!("[x]\n{annotations}");
-        assert_eq!(lost(&format!("{other}{edited}"), &format!("{other}{new}")), [annotations.trim()]);
+        let other = format!("[x]\n{cgroups}");
+        assert_eq!(lost(&format!("{other}{edited}"), &format!("{other}{new}")), [cgroups.trim()]);
         // It belongs to another handler now.
         let moved =
             new.replace("  runtime_type = \"io.containerd.b", "[y]\n  runtime_type = \"io.containerd.b");
@@ -330,7 +335,7 @@ mod tests {
         assert_eq!(lost(&format!("{new}{nvidia}"), &without_runc), [""; 0]);
         assert_eq!(lost(&new.replace(RUNTIME, "old"), &new), ["runtime_type = \"old\""]);
         let template = format!("{BASE}{new}");
-        assert!(has_all_of(&template.replace(END, &format!("{annotations}{END}")), &template));
+        assert!(has_all_of(&template.replace(END, &format!("{cgroups}{END}")), &template));
     }
 
     #[test]
@@ -387,10 +392,9 @@ mod tests {
             (Version::V2, include_str!("../../../contrib/containerd/config-2.toml")),
             (Version::V3, include_str!("../../../contrib/containerd/config-3.toml")),
         ] {
-            let copied = handlers(&toml::from_str(text).unwrap());
-            assert_eq!(copied, handlers(&toml::from_str(&version.handlers(false)).unwrap()));
-            // The file is merged into a configuration. What else it said would replace what that says.
             let copied: Table = toml::from_str(text).unwrap();
+            assert_eq!(copied, toml::from_str(&version.handlers(false)).unwrap());
+            // The file is merged into a configuration. What else it said would replace what that says.
             assert_eq!(copied.keys().collect::<Vec<_>>(), ["plugins"]);
             let plugins = copied["plugins"].as_table().unwrap();
             let keys = |table: &Table| table.keys().cloned().collect::<Vec<_>>();

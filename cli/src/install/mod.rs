@@ -546,7 +546,7 @@ mod tests {
 
     #[test]
     fn a_line_that_the_operator_has_added_is_kept_or_named() {
-        let annotations = "  pod_annotations = [\"bulkhead.dev/*\"]\n";
+        let cgroups = "  cgroup_writable = true\n";
         for (configuration, written) in [
             ("version = 2\n", "config.toml"),
             ("version = 3\nimports = ['/etc/containerd/conf.d/*.toml']\n", "conf.d/bulkhead.toml"),
@@ -558,16 +558,15 @@ mod tests {
             install(&mut Vec::new(), &options(dir.path())).unwrap();
             let ours = fs::read_to_string(at(written)).unwrap();
             let line = format!("runtime_type = \"{RUNTIME}\"\n");
-            let edited = ours.replacen(&line, &format!("{line}{annotations}"), 1);
+            let edited = ours.replacen(&line, &format!("{line}{cgroups}"), 1);
             fs::write(at(written), &edited).unwrap();
             let again = said(|out| install(out, &options(dir.path())));
-            assert!(again.contains("and pod_annotations = [") && !again.contains("wrote"), "{again}");
+            assert!(again.contains("and cgroup_writable = true") && !again.contains("wrote"), "{again}");
             assert_eq!(fs::read_to_string(at(written)).unwrap(), edited);
             // What another version has written is replaced.
             fs::write(at(written), edited.replacen(&line, "runtime_type = \"old\"\n", 1)).unwrap();
             let upgraded = said(|out| install(out, &options(dir.path())));
-            let gone =
-                "are gone: runtime_type = \"old\"; pod_annotations = [\"bulkhead.dev/*\"]\n      -> if";
+            let gone = "are gone: runtime_type = \"old\"; cgroup_writable = true\n      -> if";
             assert!(upgraded.contains(gone), "{upgraded}");
             assert_eq!(fs::read_to_string(at(written)).unwrap(), ours);
         }

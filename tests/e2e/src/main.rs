@@ -40,6 +40,7 @@ mod story;
 mod stuck;
 mod survivors;
 
+use std::io::{ErrorKind, stdout};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -191,15 +192,20 @@ fn main() -> ExitCode {
 fn run(action: Action) -> Result<ExitCode> {
     match action {
         Action::List { runtime, containerd, selection } => {
-            match runtime.zip(containerd) {
+            let mut out = stdout().lock();
+            let listed = match runtime.zip(containerd) {
                 Some((runtime, version)) => {
                     let brief = selection.brief;
                     let selected = runner::select(runtime, version, brief, &selection.by_part()?)?;
-                    runner::list_selected(&selected);
+                    runner::list_selected(&mut out, &selected)
                 }
-                None => runner::list(),
+                None => runner::list(&mut out),
+            };
+            match listed {
+                // The reader has seen enough: `list | head`.
+                Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(ExitCode::SUCCESS),
+                listed => listed.map(|()| ExitCode::SUCCESS).context("cannot list the cases"),
             }
-            Ok(ExitCode::SUCCESS)
         }
         Action::Faults { part, calls } => {
             let host = host_of(Runtime::Bulkhead)?;

@@ -1,5 +1,6 @@
 //! Selects the cases, runs them one after the other and reports.
 
+use std::io::{self, Write};
 use std::process;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
@@ -39,17 +40,19 @@ pub(crate) enum Wanted {
     Named(Vec<String>),
 }
 
-/// Prints every case, whom it is for and since when.
-pub(crate) fn list() {
+/// Writes every case, whom it is for and since when.
+pub(crate) fn list(out: &mut impl Write) -> io::Result<()> {
     for Selected { name, case, .. } in every_case() {
         let alone = if case.by_whole_name_only { ", only by its whole name" } else { "" };
-        println!("{name:<60} {:<14} since containerd {}{alone}", case.runtimes.shown(), case.since);
+        let runtimes = case.runtimes.shown();
+        writeln!(out, "{name:<60} {runtimes:<14} since containerd {}{alone}", case.since)?;
     }
+    Ok(())
 }
 
-/// Prints the names of the cases that a run would run, a line each.
-pub(crate) fn list_selected(selected: &[Selected]) {
-    selected.iter().for_each(|selected| println!("{}", selected.name));
+/// Writes the names of the cases that a run would run, a line each.
+pub(crate) fn list_selected(out: &mut impl Write, selected: &[Selected]) -> io::Result<()> {
+    selected.iter().try_for_each(|selected| writeln!(out, "{}", selected.name))
 }
 
 /// The wanted cases of this runtime and this containerd: perhaps none, if the text is only in the names of other

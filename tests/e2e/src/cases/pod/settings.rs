@@ -1,11 +1,15 @@
 //! What a pod's manifest sets of its containers: the process, its privileges and its limits.
 
+use std::path::Path;
+
 use anyhow::{Result, ensure};
+use tonic::Code;
 
 use super::super::Case;
 use crate::command::wait_until;
 use crate::cri::messages::*;
 use crate::ctr::{Host, Runtime};
+use crate::fixtures::Replaced;
 use crate::pods::{Pod, words};
 
 pub(in crate::cases) const CASES: &[Case] = &[
@@ -27,9 +31,28 @@ pub(in crate::cases) const CASES: &[Case] = &[
     Case::both("limits_are_the_containers_cgroups", limits),
     Case::both("limits_of_a_running_container_are_changed", limits_changed),
     Case::both("a_container_over_its_memory_limit_is_killed_and_that_is_told", out_of_memory),
+    Case::bulkhead("annotations_that_are_allowed_have_effect_and_others_are_refused", annotations),
 ];
 
 const MEBIBYTE: i64 = 1 << 20;
+
+fn annotations(host: &Host) -> Result<()> {
+    let allowed = Path::new("/etc/bulkhead/config.d/50-e2e.toml");
+    let _replaced = Replaced::file(allowed, "templates = false\nallowed_annotations = [\"memory_mib\"]\n")?;
+    let annotated = |key: &str, value: &str| {
+        let (key, value) = (format!("bulkhead.dev/{key}"), value.to_owned());
+        Pod::plan(host).config(|config| drop(config.annotations.insert(key, value)))
+    };
+    let pod = annotated("memory_mib", "384").start()?;
+    let total = pod.container().run(&["grep", "MemTotal", "/proc/meminfo"])?.succeeds()?.text();
+    let kib = total.split_whitespace().nth(1).and_then(|kib| kib.parse::<u64>().ok());
+    ensure!(kib.is_some_and(|kib| kib > 300 << 10), "expected  a VM of 384 MiB\ncame      {total}");
+    pod.remove()?;
+    let message = annotated("console", "true").refused(Code::InvalidArgument)?;
+    let words = "annotations[bulkhead.dev/console]: it is not allowed; add \"console\" to";
+    ensure!(message.contains(words), "expected  {words}\ncame      {message}");
+    Ok(())
+}
 
 fn environment(host: &Host) -> Result<()> {
     let pod = Pod::start(host)?;
