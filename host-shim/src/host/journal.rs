@@ -64,6 +64,8 @@ pub(crate) enum UndoError {
     Busy { path: PathBuf, seconds: u64 },
     #[error("{path}: cannot end what runs in this cgroup of the pod")]
     Kill { path: PathBuf, source: io::Error },
+    #[error("{path}: a line is damaged, so it is not known whether all VMMs of the pod were killed")]
+    Damaged { path: PathBuf },
     #[error("cannot undo {effect}")]
     Effect { effect: Effect, source: io::Error },
     /// All else is undone.

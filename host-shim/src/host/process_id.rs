@@ -10,6 +10,7 @@ use std::{
 use nix::sched::{CloneFlags, unshare};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
+    param::clock_ticks_per_second,
     process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal},
 };
 use serde::{Deserialize, Serialize};
@@ -52,6 +53,18 @@ impl ProcessId {
             return Err(io::ErrorKind::NotFound.into());
         }
         Ok(user.saturating_add(system))
+    }
+
+    /// How long ago the process began.
+    pub(crate) fn age(self) -> Option<Duration> {
+        let uptime = fs::read_to_string("/proc/uptime").ok()?;
+        let uptime: f64 = uptime.split_whitespace().next()?.parse().ok()?;
+        let ticks = self.start_time as f64 / clock_ticks_per_second() as f64;
+        Some(
+            Duration::try_from_secs_f64(uptime)
+                .ok()?
+                .saturating_sub(Duration::try_from_secs_f64(ticks).ok()?),
+        )
     }
 
     /// How far it is on its way to its end. None: it has ended, or this cannot be read.
@@ -279,6 +292,15 @@ mod tests {
         process.kill(SECOND).unwrap();
         assert!(!child.wait().unwrap().success());
         process.kill(SECOND).unwrap();
+    }
+
+    #[test]
+    fn this_process_is_young() {
+        let own = ProcessId::of(std::process::id()).unwrap();
+        assert!(own.age().unwrap() < Duration::from_secs(24 * 3600));
+        // What a damaged journal may say.
+        let none = ProcessId { pid: u32::MAX, start_time: u64::MAX, pid_namespace: None };
+        assert_eq!(none.age(), Some(Duration::ZERO));
     }
 
     #[test]

@@ -18,11 +18,12 @@ use crate::{
     host::{
         directory_lock::{DirectoryLock, is_still_at},
         event_log::EVENTS,
+        hooks::SavedHooks,
         journal::{Effect, Journal, UndoError},
         no_symlinks::gone,
         pod_cgroups,
         process_id::ProcessId,
-        share,
+        share, shim_socket,
         undo::{UNDO, remove_all_but, unmount_tree},
         vmm_ends::VmmEnds,
     },
@@ -39,6 +40,9 @@ pub(crate) const JOURNAL: &str = "journal";
 pub(crate) const CONTAINERS: &str = "containers";
 /// The journals of the volumes that its containers have in common.
 const VOLUMES: &str = "volumes";
+
+/// The `poststop` hooks of its containers, each named by its container's id. One without hooks has no file.
+const POSTSTOP: &str = "poststop";
 
 /// The directory that the guest sees.
 pub(crate) const SHARE: &str = "share";
@@ -96,7 +100,7 @@ impl StateDir {
     /// Makes the directory and its journal. What an earlier pod of the same name left is undone first. `owners` are
     /// entries of the journal that name the pod's bundle and the shim's socket.
     pub(crate) fn create(path: &Path, owners: &[Effect]) -> Result<(Self, Journal), StateDirError> {
-        clean(path).and_then(Cleaned::complete).map_err(StateDirError::Earlier)?;
+        clean(path).and_then(Cleaned::complete).map_err(StateDirError::Earlier)?.run_hooks();
         let create = |source| StateDirError::Create { path: path.into(), source };
         make(path).map_err(create)?;
         let dir = File::open(path).map_err(create)?;
@@ -106,6 +110,7 @@ impl StateDir {
             .and_then(|()| owners.iter().try_for_each(|owner| journal.record(owner.clone())))
             .and_then(|()| journal.make_dir(&path.join(CONTAINERS)))
             .and_then(|()| journal.make_dir(&path.join(VOLUMES)))
+            .and_then(|()| journal.make_dir(&path.join(POSTSTOP)))
             .and_then(|()| journal.record(Effect::File { path: path.join(START_RECORD) }))
             .and_then(|()| journal.record(Effect::File { path: path.join(EVENTS) }))
             .map_err(|source| StateDirError::Record { path: path.into(), source })?;
@@ -189,6 +194,11 @@ pub(crate) fn container_journal(path: &Path, id: &str) -> Result<Journal, UndoEr
     Journal::open(&path.join(CONTAINERS).join(id))
 }
 
+/// The file with the `poststop` hooks of a container of the pod at `path`. It is in the container's journal.
+pub(crate) fn poststop_path(path: &Path, id: &str) -> PathBuf {
+    path.join(POSTSTOP).join(id)
+}
+
 /// The journal of a volume of the pod at `path`, which has this name in the share. It is undone while the pod goes on.
 pub(crate) fn volume_journal(path: &Path, name: &str) -> Result<Journal, UndoError> {
     Journal::open(&path.join(VOLUMES).join(name))
@@ -229,12 +239,12 @@ fn journal_of(path: &Path) -> Result<Journal, UndoError> {
 }
 
 /// What a pod had that was cleaned up.
-#[derive(Debug, Default, PartialEq, Eq)]
+#[derive(Debug, Default, PartialEq)]
 pub(crate) struct Cleaned {
     /// The pid that its VMM had.
     pub(crate) vmm: Option<u32>,
-    /// Its containers that were not deleted yet, and the bundle of each.
-    pub(crate) containers: Vec<(String, PathBuf)>,
+    /// The hooks of its containers that were not deleted yet.
+    hooks: Vec<SavedHooks>,
     /// What is left until the VMMs end that hang in the host's kernel: their processes, their cgroup, and the journal.
     left: Option<Left>,
 }
@@ -253,6 +263,11 @@ impl Cleaned {
             Some(Left { path, pids }) => Err(UndoError::VmmHangs { path, pids }),
             None => Ok(self),
         }
+    }
+
+    /// Runs the `poststop` hooks of the containers. Blocks.
+    pub(crate) fn run_hooks(self) {
+        self.hooks.into_iter().for_each(SavedHooks::run);
     }
 }
 
@@ -291,7 +306,7 @@ fn claim(path: &Path, within: Duration) -> Result<Option<DirectoryLock>, UndoErr
 fn clean_claimed(path: &Path, mut ends: VmmEnds) -> Result<Cleaned, UndoError> {
     let journal = journal_of(path)?;
     let vmm = journal.vmm().map(|process| process.pid);
-    let mut cleaned = Cleaned { vmm, containers: containers_of(path)?, left: None };
+    let mut cleaned = Cleaned { vmm, hooks: SavedHooks::all_in(&path.join(POSTSTOP)), left: None };
     // A shim that still runs would work against the cleanup.
     let other = journal.shim().filter(|shim| shim.pid != std::process::id());
     if let Some(shim) = other {
@@ -306,7 +321,7 @@ fn clean_claimed(path: &Path, mut ends: VmmEnds) -> Result<Cleaned, UndoError> {
         }
         if let Some(socket) = journal.shim_socket() {
             // Gone already if the shim ended by itself.
-            drop(fs::remove_file(socket));
+            drop(shim_socket::remove_dead(socket));
         }
     }
     // What the shim has done until its end is in it, too.
@@ -321,20 +336,6 @@ fn clean_claimed(path: &Path, mut ends: VmmEnds) -> Result<Cleaned, UndoError> {
     Ok(cleaned)
 }
 
-/// The containers that have a journal.
-fn containers_of(path: &Path) -> Result<Vec<(String, PathBuf)>, UndoError> {
-    let directory = path.join(CONTAINERS);
-    let mut containers = Vec::new();
-    for entry in fs::read_dir(&directory).into_iter().flatten() {
-        let path = entry.map_err(|source| UndoError::List { path: directory.clone(), source })?.path();
-        let journal = Journal::open(&path)?;
-        if let (Some(id), Some(bundle)) = (path.file_name().and_then(|id| id.to_str()), journal.bundle()) {
-            containers.push((id.to_owned(), bundle.to_owned()));
-        }
-    }
-    Ok(containers)
-}
-
 /// The state directories of all pods below `root`. What cannot be listed is left out.
 pub(crate) fn pods(root: &Path) -> impl Iterator<Item = PathBuf> {
     let entries = |path: &Path| fs::read_dir(path).into_iter().flatten().flatten().map(|entry| entry.path());
@@ -344,11 +345,10 @@ pub(crate) fn pods(root: &Path) -> impl Iterator<Item = PathBuf> {
     containerds.flat_map(move |path| entries(&path)).flat_map(move |path| entries(&path))
 }
 
-/// Removes what crashed shims left below `root` and nobody else will remove: the shim is dead, and containerd has
-/// removed the bundle. Blocks.
+/// Removes what crashed shims left below `root`. Blocks.
 pub(crate) fn sweep(root: &Path) {
     for pod in pods(root) {
-        match remove_abandoned(&pod) {
+        match remove_crashed(&pod) {
             None => {}
             Some(Ok(())) => tracing::warn!(path = %pod.display(), "removed what a crashed shim left"),
             Some(Err(error)) => {
@@ -358,23 +358,40 @@ pub(crate) fn sweep(root: &Path) {
     }
 }
 
-/// Removes what a crashed shim left of `pod`. None: the pod is somebody's. Blocks.
-pub(crate) fn remove_abandoned(pod: &Path) -> Option<Result<(), UndoError>> {
-    if !is_abandoned(pod) {
+/// Removes what a crashed shim left of `pod`, and runs the `poststop` hooks. None: the pod is somebody's. Blocks.
+///
+/// This may be before or while containerd runs `... delete` for the pod, which then finds less to do. It must not wait
+/// for containerd: a `... delete` that was killed is not run again until containerd restarts.
+pub(crate) fn remove_crashed(pod: &Path) -> Option<Result<(), UndoError>> {
+    if !has_crashed(pod) {
         return None;
     }
     // Somebody else cleans it up already, or has.
-    let Ok(Some(_claim)) = claim(pod, Duration::ZERO) else { return None };
+    let Ok(Some(claim)) = claim(pod, Duration::ZERO) else { return None };
     // By now it may be that of a new pod of the same name.
-    is_abandoned(pod).then(|| clean_claimed(pod, VmmEnds::begin()).and_then(Cleaned::complete).map(drop))
+    if !has_crashed(pod) {
+        return None;
+    }
+    let cleaned = clean_claimed(pod, VmmEnds::begin()).and_then(Cleaned::complete);
+    drop(claim);
+    Some(cleaned.map(Cleaned::run_hooks))
+}
+
+/// Whether the shim of the pod is dead.
+pub(crate) fn has_crashed(pod: &Path) -> bool {
+    journal_of_crashed(pod).is_some()
 }
 
 /// Whether the shim of the pod is dead, and containerd has removed the bundle.
 pub(crate) fn is_abandoned(pod: &Path) -> bool {
-    // There is none of a pod that is being made, or removed, by a shim that lives.
-    let Ok(journal) = Journal::look(&pod.join(JOURNAL)) else { return false };
     let is_gone = |bundle: &Path| bundle.try_exists().is_ok_and(|exists| !exists);
-    journal.shim().is_some_and(|shim| !shim.may_live()) && journal.bundle().is_some_and(is_gone)
+    journal_of_crashed(pod).is_some_and(|journal| journal.bundle().is_some_and(is_gone))
+}
+
+/// None: the shim lives, or has not written its journal yet, or removes it.
+fn journal_of_crashed(pod: &Path) -> Option<Journal> {
+    let journal = Journal::look(&pod.join(JOURNAL)).ok()?;
+    journal.shim().is_some_and(|shim| !shim.may_live()).then_some(journal)
 }
 
 /// Ends the VMMs, undoes the journals of the containers and of the pod, and removes the directory and its empty
@@ -474,6 +491,7 @@ fn make_all(path: &Path) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use std::{
+        os::unix::net::UnixListener,
         process::Command,
         sync::atomic::{AtomicBool, Ordering},
         thread,
@@ -532,11 +550,8 @@ mod tests {
         journal.make_dir(&path.join(CONTAINERS)).unwrap();
         journal.record(Effect::Vmm(ProcessId::of(vmm.id()).unwrap())).unwrap();
         drop(journal);
-        let bundle = dir.path().join("bundle");
-        container_journal(&path, "one").unwrap().record(Effect::Bundle { path: bundle.clone() }).unwrap();
-        fs::write(dir.path().join("socket"), "").unwrap();
-        // Whoever cleans up runs the hooks of the containers that are left.
-        let cleaned = Cleaned { vmm: Some(vmm.id()), containers: vec![("one".into(), bundle)], left: None };
+        drop(UnixListener::bind(dir.path().join("socket")).unwrap());
+        let cleaned = Cleaned { vmm: Some(vmm.id()), ..Cleaned::default() };
         assert_eq!(clean(&path).unwrap(), cleaned);
         assert!(!dir.path().join("socket").exists());
         assert!(!shim.wait().unwrap().success() && !vmm.wait().unwrap().success());
@@ -619,7 +634,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_crashed_shim_left_is_removed_when_containerd_has_forgotten_it() {
+    fn what_a_crashed_shim_left_is_removed_also_if_containerd_still_has_the_bundle() {
         let dir = tempfile::tempdir().unwrap();
         let root = dir.path().join("run");
         let dead = ProcessId { pid: std::process::id(), start_time: 1, pid_namespace: None };
@@ -650,7 +665,7 @@ mod tests {
             fs::read_dir(root.join("c/ns")).unwrap().map(|e| e.unwrap().file_name()).collect();
         left.sort();
         left.retain(|id| sees_all_processes().unwrap() || id != "ended-elsewhere");
-        assert_eq!(left, ["begun", "elsewhere", "known", "lives"]);
+        assert_eq!(left, ["begun", "elsewhere", "lives"]);
         assert!(root.join(".templates/1/x").exists());
     }
 
