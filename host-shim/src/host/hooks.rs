@@ -139,8 +139,8 @@ impl Hooks {
         }
     }
 
-    /// Writes the `poststop` hooks to the file `path`, if there are any, for whoever cleans up after a crash of the shim
-    /// ([`SavedHooks`]). containerd may have removed the bundle by then.
+    /// Writes the `poststop` hooks to the file `path`, if there are any, for whoever cleans up after a crash of the
+    /// shim ([`SavedHooks`]). containerd may have removed the bundle by then.
     pub(crate) fn save_stopped(&self, journal: &mut Journal, path: &Path) -> io::Result<()> {
         if self.stopped.is_empty() {
             return Ok(());

@@ -21,7 +21,8 @@ pub(crate) struct Args {
     /// The configuration, if it is not the default one. containerd does not know this flag; `start` gives it to
     /// `serve`.
     pub(crate) config: Option<PathBuf>,
-    /// Whether `delete` may wait until everything is undone. containerd does not know this flag; `bulkhead run` uses it.
+    /// Whether `delete` may wait until everything is undone. containerd does not know this flag. `bulkhead run` uses
+    /// it.
     pub(crate) patient: bool,
     /// The command.
     pub(crate) action: Action,
