@@ -8,7 +8,7 @@ use std::{
     collections::HashMap,
     error::Error,
     fs::{self, OpenOptions},
-    io,
+    io::{self, Write},
     os::unix::fs::OpenOptionsExt,
     path::{Path, PathBuf},
     process::{ExitStatus, Stdio},
@@ -152,8 +152,8 @@ impl Hooks {
         let saved = SavedHooks { id: id.clone(), bundle: bundle.clone(), spec };
         journal.record(Effect::File { path: path.into() })?;
         // Their environment may have a secret.
-        let file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(path)?;
-        Ok(serde_json::to_writer(file, &saved)?)
+        let mut file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(path)?;
+        file.write_all(&serde_json::to_vec(&saved)?)
     }
 
     /// Runs hooks until one fails.
@@ -207,14 +207,23 @@ pub(crate) struct SavedHooks {
 }
 
 impl SavedHooks {
-    /// All in a directory. One that was not written completely belongs to a container that was never created.
-    pub(crate) fn all_in(directory: &Path) -> Vec<Self> {
-        let entries = fs::read_dir(directory).into_iter().flatten().flatten();
-        entries.filter_map(|entry| serde_json::from_slice(&fs::read(entry.path()).ok()?).ok()).collect()
+    /// Runs all in a directory, after their containers were removed, and removes each file when its hooks have run. If
+    /// this process is killed, the next one runs the rest, and once more those that ran. Blocks.
+    pub(crate) fn run_all(directory: &Path) {
+        for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
+            let saved =
+                fs::read(entry.path()).ok().and_then(|text| serde_json::from_slice::<Self>(&text).ok());
+            // One that was not written completely belongs to a container that was never created.
+            if let Some(saved) = saved {
+                saved.run();
+            }
+            if let Err(e) = fs::remove_file(entry.path()) {
+                tracing::warn!(path = %entry.path().display(), error = chain(&e), "these hooks may run again");
+            }
+        }
     }
 
-    /// Runs them after the container was removed. Its shim is dead. Blocks.
-    pub(crate) fn run(self) {
+    fn run(self) {
         let Self { id, bundle, spec } = self;
         let run = || -> Result<(), Box<dyn Error>> {
             let spec: Spec = serde_json::from_value(spec)?;
@@ -374,15 +383,15 @@ mod tests {
         bundle.hooks(poststop).unwrap().save_stopped(&mut journal, &saved.join("demo")).unwrap();
         fs::write(saved.join("torn"), "{\"id\": ").unwrap();
         drop(bundle);
-        let all = SavedHooks::all_in(&saved);
+        assert!(saved.join("demo").exists() && !saved.join("none").exists());
+        SavedHooks::run_all(&saved);
+        assert_eq!(fs::read_dir(&saved).unwrap().count(), 0);
         journal.undo().unwrap();
-        assert!(!saved.join("demo").exists() && all.len() == 1);
-        all.into_iter().for_each(SavedHooks::run);
         let said = fs::read_to_string(dir.path().join("said")).unwrap();
         let state = json!({"ociVersion": "1.1.0", "id": "demo", "status": "stopped", "bundle": path, "annotations": {"a": "b"}});
         let said = said.strip_suffix("/\n").unwrap();
         assert_eq!(serde_json::from_str::<Value>(said).unwrap(), state);
-        assert_eq!(SavedHooks::all_in(&dir.path().join("nowhere")), []);
+        SavedHooks::run_all(&dir.path().join("nowhere"));
     }
 
     #[tokio::test]

@@ -26,8 +26,7 @@ pub(crate) enum Effect {
     Shim(ProcessId),
     /// The shim's socket, which the shim removes itself unless it crashes.
     ShimSocket { path: PathBuf },
-    /// The bundle of a container. It is no side effect; it says whose `poststop` hooks are run after a crash of the
-    /// shim.
+    /// The bundle of a container. It is no side effect; it says whether containerd still knows the container.
     Bundle { path: PathBuf },
     /// A directory that was made.
     Directory { path: PathBuf },

@@ -1,4 +1,4 @@
-//! The processes of a pod, for somebody who does not clean it up, and must not wait for who does.
+//! The processes of a pod, for a caller that kills them but leaves the cleanup to another process.
 
 use std::{io, path::Path};
 
@@ -32,8 +32,7 @@ impl PodProcesses {
         self.shim.is_some_and(|shim| !shim.may_live())
     }
 
-    /// Kills the shim and the VMMs of the pod, which has the state directory `path`. Waits for nothing. After that no
-    /// program of the pod executes another instruction.
+    /// Sends SIGKILL to the shim and the VMMs of the pod, which has the state directory `path`. Waits for nothing.
     pub(crate) fn kill(&self, path: &Path) -> Result<(), UndoError> {
         if let Some(shim) = self.shim {
             // First, so that it starts no other VMM.

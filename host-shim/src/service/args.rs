@@ -36,7 +36,7 @@ pub(crate) enum Action {
     Start,
     /// Undo what a dead server left behind.
     Delete,
-    /// Do this work. Only `delete` uses this command.
+    /// Undo it in a process of its own. Only `delete` uses this command.
     Undo,
     /// Run the server. Only `start` uses this command.
     Serve,

@@ -12,17 +12,17 @@
 //! | fails, or is killed | 255 | stays | is refused until containerd restarts: the bundle exists |
 //!
 //! In both cases the task is over for containerd and its clients, and `delete` is not run again until containerd
-//! restarts. So `delete` succeeds as soon as what it says is true: the programs of the pod have been killed. That
-//! something is left on the host is no reason to fail. Whoever starts a new pod of the same id waits for it.
+//! restarts. So `delete` succeeds as soon as it has killed the programs of the pod. That something is left on the host
+//! is no reason to fail. Whoever starts a new pod of the same id waits for it.
 
 use std::{
+    env,
     fs::File,
     io::{self, Read, Write},
     net::Shutdown,
     os::{
         fd::OwnedFd,
         unix::{
-            fs::MetadataExt,
             net::UnixStream,
             process::{CommandExt, ExitStatusExt},
         },
@@ -80,10 +80,15 @@ enum Outcome {
 /// containerd reports as the end of the task.
 pub(crate) fn delete(args: &Args) -> Result<api::DeleteResponse, DeleteError> {
     let mut response = api::DeleteResponse::new();
+    // Before it is known whether the bundle was replaced: a new pod of the same id is never taken for this one.
+    let directory = state_dir::open(&path_of(args, &args.id))?;
     if is_late(args) {
         tracing::warn!("the bundle was replaced, and with it most likely the task: nothing is deleted");
     } else {
-        response.pid = clean_up(args)?.unwrap_or_default();
+        match directory {
+            Some(directory) => response.pid = clean_up(args, directory)?.unwrap_or_default(),
+            None => end_member(args)?,
+        }
         // The shim that would have removed it is dead by now.
         drop(shim_socket::remove_dead(&socket_path(args)));
     }
@@ -95,22 +100,22 @@ pub(crate) fn delete(args: &Args) -> Result<api::DeleteResponse, DeleteError> {
 /// Whether the bundle is that of a new task of the same id. containerd runs `delete` in the bundle, and may remove it
 /// meanwhile for another request.
 fn is_late(args: &Args) -> bool {
-    let is_removed = File::open(".").and_then(|own| own.metadata()).is_ok_and(|own| own.nlink() == 0);
+    let is_removed = env::current_dir().is_err_and(|error| error.kind() == io::ErrorKind::NotFound);
     is_removed && args.bundle.as_ref().is_some_and(|bundle| bundle.exists())
 }
 
-/// Returns the pid that the VMM had.
-fn clean_up(args: &Args) -> Result<Option<u32>, DeleteError> {
+/// Undoes the pod with this open state directory. Returns the pid that the VMM had.
+fn clean_up(args: &Args, directory: File) -> Result<Option<u32>, DeleteError> {
     let path = path_of(args, &args.id);
-    if !path.exists() {
-        end_member(args)?;
-        return Ok(None);
-    }
     let processes = PodProcesses::of(&path);
+    // First, so that the programs end even if this process is killed before another one runs.
+    let killed = processes.as_ref().map(|processes| processes.kill(&path));
     let within = if args.patient { WITHIN_IF_PATIENT } else { WITHIN };
-    let outcome = run_undo(args, Instant::now() + within.saturating_sub(age())).unwrap_or_else(|error| {
-        tracing::warn!(error = chain(&error), "no process can be started to undo what the shim has left");
-        match undo::undo(args) {
+    let deadline = Instant::now() + within.saturating_sub(age());
+    let ran = directory.try_clone().and_then(|its| run_undo(args, its, deadline));
+    let outcome = ran.unwrap_or_else(|error| {
+        tracing::warn!(error = chain(&error), "no process undoes what the shim has left: this one does");
+        match undo::undo(args, directory) {
             Ok(()) => Outcome::Undone,
             Err(error) => Outcome::Failed(chain(&error)),
         }
@@ -121,8 +126,9 @@ fn clean_up(args: &Args) -> Result<Option<u32>, DeleteError> {
     if args.patient {
         return Err(DeleteError::Left { path });
     }
+    // Why it is not known whether the programs have ended, if it is not.
+    killed.ok().transpose()?;
     let processes = processes?;
-    processes.kill(&path)?;
     match outcome {
         Outcome::GoesOn(pid) => {
             tracing::warn!(pid, "the pod is not undone yet; a process of its own goes on")
@@ -159,13 +165,13 @@ fn end_member(args: &Args) -> Result<(), DeleteError> {
 
 /// Runs the process that undoes the pod, and passes on what it logs. It has neither stream of this process: containerd
 /// waits until nobody has them.
-fn run_undo(args: &Args, deadline: Instant) -> io::Result<Outcome> {
+fn run_undo(args: &Args, directory: File, deadline: Instant) -> io::Result<Outcome> {
     let (log, its_log) = UnixStream::pair()?;
     let mut child = Command::new(SELF)
         .arg0(PROGRAM)
         .args(["-namespace", &args.namespace, "-id", &args.id, "-address", &args.address, "undo"])
         .current_dir("/")
-        .stdin(Stdio::null())
+        .stdin(directory)
         .stdout(Stdio::null())
         .stderr(OwnedFd::from(its_log))
         .spawn()?;

@@ -7,11 +7,15 @@
 //! It may be killed at any time: what it has not undone is still in the journals.
 
 use std::{
+    fs::File,
+    io,
     path::Path,
     process::{self, ExitCode},
     thread,
     time::{Duration, Instant},
 };
+
+use rustix::fs::{Mode, OFlags, openat};
 
 use crate::{
     host::{
@@ -35,7 +39,17 @@ pub(crate) fn run(args: &Args) -> ExitCode {
     let _span = tracing::error_span!("pod", namespace = args.namespace, id = args.id).entered();
     give_up_in(MOST);
     let begun = Instant::now();
-    if let Err(error) = undo(args) {
+    let directory = match stdin_directory() {
+        Ok(directory) => directory,
+        Err(error) => {
+            tracing::error!(
+                error = chain(&error),
+                "`undo` is for `delete`, which gives it a state directory"
+            );
+            return ExitCode::FAILURE;
+        }
+    };
+    if let Err(error) = undo(args, directory) {
         tracing::error!(
             error = chain(&error),
             "what a dead shim has left cannot be undone; it is tried again"
@@ -50,13 +64,20 @@ pub(crate) fn run(args: &Args) -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// Undoes it, and runs the `poststop` hooks. Blocks.
-pub(super) fn undo(args: &Args) -> Result<(), UndoError> {
+/// Undoes the pod that has this open state directory, and runs the `poststop` hooks. Blocks.
+pub(super) fn undo(args: &Args, directory: File) -> Result<(), UndoError> {
     let path = state_dir::path_of(Path::new(STATE_ROOT), &args.address, &args.namespace, &args.id);
-    state_dir::clean(&path).map(state_dir::Cleaned::run_hooks)
+    state_dir::clean_opened(&path, directory).map(drop)
 }
 
-/// Ends this process after some time, and with it the lock on the state directory.
+/// The state directory that `delete` has opened, by a file description of our own: a lock belongs to one. It says which
+/// pod is meant: at its path there may be that of a new pod of the same id by now.
+fn stdin_directory() -> io::Result<File> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    Ok(openat(io::stdin(), ".", flags, Mode::empty())?.into())
+}
+
+/// Ends this process after some time, and with it the lock on the state directory, unless a system call hangs.
 fn give_up_in(within: Duration) {
     let give_up = move || {
         thread::sleep(within);
