@@ -35,8 +35,8 @@ const MOST_OF_A_FILE: u64 = 1 << 20;
 const TAKEN: [&str; 5] = ["journal", "vmm.json", "start.json", "events.json", "parts.json"];
 
 /// Directories of a state directory that are not looked into: they have the files of containers, also while those are
-/// mounted.
-const PRIVATE: [&str; 4] = ["share", "share.staging", "template-share", "template-share.staging"];
+/// mounted, or hooks with their environment.
+const PRIVATE: [&str; 5] = ["share", "share.staging", "template-share", "template-share.staging", "poststop"];
 
 /// Words of kernel messages that may have to do with VMs, their jail, their network or their memory.
 const KERNEL_WORDS: [&str; 9] =

@@ -38,7 +38,7 @@ use crate::{
     host::placeholder_process,
     service::{
         args::{Action, Args},
-        bootstrap, delete, info, logging, server,
+        bootstrap, delete, info, logging, server, undo,
     },
     types::error::chain,
 };
@@ -46,15 +46,16 @@ use crate::{
 /// The program: does what its arguments ask for.
 pub fn main() -> ExitCode {
     match run() {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(code) => code,
         Err(e) => {
-            eprintln!("containerd-shim-bulkhead-v2: {}", chain(e.as_ref()));
+            // Whoever would read this may be gone.
+            drop(writeln!(std::io::stderr(), "containerd-shim-bulkhead-v2: {}", chain(e.as_ref())));
             ExitCode::FAILURE
         }
     }
 }
 
-fn run() -> Result<(), Box<dyn Error>> {
+fn run() -> Result<ExitCode, Box<dyn Error>> {
     let args = Args::parse(env::args_os().skip(1))?;
     match args.action {
         Action::Start => print(&bootstrap::start(&args)?)?,
@@ -63,13 +64,17 @@ fn run() -> Result<(), Box<dyn Error>> {
             logging::to_stderr();
             print(&delete::delete(&args)?.write_to_bytes()?)?;
         }
+        Action::Undo => {
+            logging::to_stderr_or_syslog();
+            return Ok(undo::run(&args));
+        }
         Action::PlaceholderProcess => placeholder_process::run()?,
         Action::Version => {
             print(format!("containerd-shim-bulkhead-v2 {}\n", env!("CARGO_PKG_VERSION")).as_bytes())?;
         }
         Action::Info => print(&info::info().write_to_bytes()?)?,
     }
-    Ok(())
+    Ok(ExitCode::SUCCESS)
 }
 
 fn print(bytes: &[u8]) -> std::io::Result<()> {

@@ -205,7 +205,7 @@ fn has_ended(process: &OwnedFd, within: Duration) -> bool {
 /// Kills the shim of a container, if it lives, and undoes what it has done to the host.
 pub(super) fn delete(id: &str, bundle: &Path) -> Result<(), RunError> {
     let mut command = command(id, bundle);
-    command.arg("-bundle").arg(bundle).arg("delete");
+    command.arg("-bundle").arg(bundle).args(["-patient", "delete"]);
     ask(command, &[], bundle, || ()).map(drop)
 }
 

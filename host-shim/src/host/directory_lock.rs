@@ -24,7 +24,12 @@ pub(super) struct DirectoryLock(File);
 impl DirectoryLock {
     /// Waits until nobody else has the lock on a directory. The kernel ends the lock of a process that ends. Blocks.
     pub(super) fn take(directory: &Path, within: Duration) -> io::Result<Self> {
-        let (file, begun) = (File::open(directory)?, Instant::now());
+        Self::take_opened(File::open(directory)?, within)
+    }
+
+    /// The same with an open directory, which nobody else may have open by the same file description.
+    pub(super) fn take_opened(file: File, within: Duration) -> io::Result<Self> {
+        let begun = Instant::now();
         loop {
             match flock(&file, FlockOperation::NonBlockingLockExclusive) {
                 Ok(()) => return Ok(Self(file)),

@@ -7,14 +7,17 @@
 use std::{
     collections::HashMap,
     error::Error,
-    fs, io,
+    fs::{self, OpenOptions},
+    io::{self, Write},
+    os::unix::fs::OpenOptionsExt,
     path::{Path, PathBuf},
     process::{ExitStatus, Stdio},
     time::Duration,
 };
 
 use oci_spec::runtime::Hook;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
 use tokio::{
     io::AsyncWriteExt,
     process::{Child, Command},
@@ -23,7 +26,11 @@ use tokio::{
 };
 
 use crate::{
-    host::{blocking, child_log::read_lines},
+    host::{
+        blocking,
+        child_log::read_lines,
+        journal::{Effect, Journal},
+    },
     types::{
         error::chain,
         request_error::{RequestError, invalid, unimplemented},
@@ -132,6 +139,23 @@ impl Hooks {
         }
     }
 
+    /// Writes the `poststop` hooks to the file `path`, if there are any, for whoever cleans up after a crash of the
+    /// shim ([`SavedHooks`]). containerd may have removed the bundle by then.
+    pub(crate) fn save_stopped(&self, journal: &mut Journal, path: &Path) -> io::Result<()> {
+        if self.stopped.is_empty() {
+            return Ok(());
+        }
+        let State { oci_version, id, bundle, annotations, .. } = &self.state;
+        let stopped: Vec<_> = self.stopped.iter().map(|named| &named.hook).collect();
+        let spec =
+            json!({"ociVersion": oci_version, "annotations": annotations, "hooks": {"poststop": stopped}});
+        let saved = SavedHooks { id: id.clone(), bundle: bundle.clone(), spec };
+        journal.record(Effect::File { path: path.into() })?;
+        // Their environment may have a secret.
+        let mut file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(path)?;
+        file.write_all(&serde_json::to_vec(&saved)?)
+    }
+
     /// Runs hooks until one fails.
     async fn run_all(
         &self,
@@ -173,21 +197,44 @@ impl Hooks {
     }
 }
 
-/// Runs the `poststop` hooks of a deleted container whose shim is dead. Blocks.
-pub(crate) fn run_poststop(id: &str, bundle: &Path) {
-    let run = || -> Result<(), Box<dyn Error>> {
-        let text = match fs::read(bundle.join("config.json")) {
-            // A pod for which containerd makes no container has no spec, and no hooks.
-            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
-            other => other?,
+/// The `poststop` hooks of a container, as a file in the state directory of its pod.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct SavedHooks {
+    id: String,
+    bundle: PathBuf,
+    /// What of its OCI spec the hooks are read from.
+    spec: Value,
+}
+
+impl SavedHooks {
+    /// Runs all in a directory, after their containers were removed, and removes each file when its hooks have run. If
+    /// this process is killed, the next one runs the rest, and once more those that ran. Blocks.
+    pub(crate) fn run_all(directory: &Path) {
+        for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
+            let saved =
+                fs::read(entry.path()).ok().and_then(|text| serde_json::from_slice::<Self>(&text).ok());
+            // One that was not written completely belongs to a container that was never created.
+            if let Some(saved) = saved {
+                saved.run();
+            }
+            if let Err(e) = fs::remove_file(entry.path()) {
+                tracing::warn!(path = %entry.path().display(), error = chain(&e), "these hooks may run again");
+            }
+        }
+    }
+
+    fn run(self) {
+        let Self { id, bundle, spec } = self;
+        let run = || -> Result<(), Box<dyn Error>> {
+            let spec: Spec = serde_json::from_value(spec)?;
+            let hooks = Hooks::read(&spec, &id, &bundle)?;
+            let runtime = runtime::Builder::new_current_thread().enable_all().build()?;
+            runtime.block_on(hooks.stopped_within(POSTSTOP));
+            Ok(())
         };
-        let spec: Spec = serde_json::from_slice(&text)?;
-        let hooks = Hooks::read(&spec, id, bundle)?;
-        runtime::Builder::new_current_thread().enable_all().build()?.block_on(hooks.stopped_within(POSTSTOP));
-        Ok(())
-    };
-    if let Err(e) = run() {
-        tracing::warn!(container = id, bundle = %bundle.display(), error = chain(e.as_ref()), "no hooks are run");
+        if let Err(e) = run() {
+            tracing::warn!(container = id, bundle = %bundle.display(), error = chain(e.as_ref()), "no hooks are run");
+        }
     }
 }
 
@@ -220,8 +267,9 @@ fn command(hook: &Hook, bundle: &Path) -> Command {
     if let Some(env) = hook.env() {
         command.env_clear().envs(env.iter().map(|entry| entry.split_once('=').unwrap_or((entry, ""))));
     }
+    // containerd may have removed the bundle of a container whose shim has died.
     command
-        .current_dir(bundle)
+        .current_dir(if bundle.is_dir() { bundle } else { Path::new("/") })
         .stdin(Stdio::piped())
         .stdout(Stdio::null())
         .stderr(Stdio::piped())
@@ -246,8 +294,6 @@ async fn attend(name: &str, mut child: Child, state: &[u8]) -> io::Result<(ExitS
 
 #[cfg(test)]
 mod tests {
-    use serde_json::{Value, json};
-
     use super::*;
 
     struct Bundle(tempfile::TempDir);
@@ -317,6 +363,35 @@ mod tests {
         // But for those that clean up.
         hooks.stopped().await;
         assert_eq!(bundle.read("order"), "one\none\ntwo\n");
+    }
+
+    #[test]
+    fn those_of_a_container_whose_shim_has_died_run_without_its_bundle() {
+        let bundle = Bundle::new();
+        let dir = tempfile::tempdir().unwrap();
+        let script = format!("cat > {}/said; pwd >> {0}/said", dir.path().display());
+        let poststop = json!({"prestart": [shell("exit 1")], "poststop": [shell(&script)]});
+        let mut journal = Journal::open(&dir.path().join("journal")).unwrap();
+        let saved = dir.path().join("saved");
+        fs::create_dir(&saved).unwrap();
+        let path = bundle.0.path().to_owned();
+        bundle
+            .hooks(json!({"prestart": [shell("true")]}))
+            .unwrap()
+            .save_stopped(&mut journal, &saved.join("none"))
+            .unwrap();
+        bundle.hooks(poststop).unwrap().save_stopped(&mut journal, &saved.join("demo")).unwrap();
+        fs::write(saved.join("torn"), "{\"id\": ").unwrap();
+        drop(bundle);
+        assert!(saved.join("demo").exists() && !saved.join("none").exists());
+        SavedHooks::run_all(&saved);
+        assert_eq!(fs::read_dir(&saved).unwrap().count(), 0);
+        journal.undo().unwrap();
+        let said = fs::read_to_string(dir.path().join("said")).unwrap();
+        let state = json!({"ociVersion": "1.1.0", "id": "demo", "status": "stopped", "bundle": path, "annotations": {"a": "b"}});
+        let said = said.strip_suffix("/\n").unwrap();
+        assert_eq!(serde_json::from_str::<Value>(said).unwrap(), state);
+        SavedHooks::run_all(&dir.path().join("nowhere"));
     }
 
     #[tokio::test]

@@ -26,8 +26,7 @@ pub(crate) enum Effect {
     Shim(ProcessId),
     /// The shim's socket, which the shim removes itself unless it crashes.
     ShimSocket { path: PathBuf },
-    /// The bundle of a container. It is no side effect; it says whose `poststop` hooks are run after a crash of the
-    /// shim.
+    /// The bundle of a container. It is no side effect; it says whether containerd still knows the container.
     Bundle { path: PathBuf },
     /// A directory that was made.
     Directory { path: PathBuf },
@@ -64,6 +63,8 @@ pub(crate) enum UndoError {
     Busy { path: PathBuf, seconds: u64 },
     #[error("{path}: cannot end what runs in this cgroup of the pod")]
     Kill { path: PathBuf, source: io::Error },
+    #[error("{path}: a line is damaged, so it is not known whether all VMMs of the pod were killed")]
+    Damaged { path: PathBuf },
     #[error("cannot undo {effect}")]
     Effect { effect: Effect, source: io::Error },
     /// All else is undone.

@@ -34,8 +34,8 @@ pub(crate) const COMMAND: &str = "placeholder-process";
 /// after an upgrade.
 pub(crate) const EARLIER_COMMAND: &str = "stand-in";
 
-/// Its name for who lists the processes, whatever path the program is executed by.
-const PROGRAM: &str = "containerd-shim-bulkhead-v2";
+/// The name of this program for who lists the processes, whatever path it is executed by.
+pub(crate) const PROGRAM: &str = "containerd-shim-bulkhead-v2";
 
 /// How long it may take to be where it belongs.
 const READY: Duration = Duration::from_secs(10);

@@ -10,6 +10,7 @@ use std::{
 use nix::sched::{CloneFlags, unshare};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
+    param::clock_ticks_per_second,
     process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal},
 };
 use serde::{Deserialize, Serialize};
@@ -54,6 +55,18 @@ impl ProcessId {
         Ok(user.saturating_add(system))
     }
 
+    /// How long ago the process began.
+    pub(crate) fn age(self) -> Option<Duration> {
+        let uptime = fs::read_to_string("/proc/uptime").ok()?;
+        let uptime: f64 = uptime.split_whitespace().next()?.parse().ok()?;
+        let ticks = self.start_time as f64 / clock_ticks_per_second() as f64;
+        Some(
+            Duration::try_from_secs_f64(uptime)
+                .ok()?
+                .saturating_sub(Duration::try_from_secs_f64(ticks).ok()?),
+        )
+    }
+
     /// How far it is on its way to its end. None: it has ended, or this cannot be read.
     pub(crate) fn progress(self) -> Option<Progress> {
         let [start_time, user, system, resident] = stat(self.pid, [START_TIME, 14, 15, 24]).ok()?;
@@ -90,7 +103,7 @@ impl ProcessId {
             return !self.pid_namespace.is_some_and(|namespace| has_no_process(namespace).unwrap_or(false));
         }
         match Self::of(self.pid) {
-            Ok(now) => now.is(self),
+            Ok(now) => now.is(self) && !is_zombie(self.pid),
             Err(e) => !is_gone(&e),
         }
     }
@@ -149,15 +162,27 @@ const START_TIME: usize = 22;
 
 /// Fields of /proc/PID/stat, by their numbers in proc_pid_stat(5), from 3 on.
 fn stat<const N: usize>(pid: u32, numbers: [usize; N]) -> io::Result<[u64; N]> {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
-    // Field 2 is the program's name in parentheses, which may hold blanks and parentheses itself.
-    let fields: Vec<_> = stat.rsplit_once(')').map_or("", |(_, rest)| rest).split_whitespace().collect();
+    let stat = from_state_on(pid)?;
+    let fields: Vec<_> = stat.split_whitespace().collect();
     let mut values = [0; N];
     for (value, number) in values.iter_mut().zip(numbers) {
         let field = fields.get(number.saturating_sub(3)).and_then(|field| field.parse().ok());
         *value = field.ok_or_else(|| io::Error::other(format!("/proc/{pid}/stat has no field {number}")))?;
     }
     Ok(values)
+}
+
+/// The line from field 3 on, the state. Field 2 is the program's name in parentheses, which may hold blanks and
+/// parentheses itself.
+fn from_state_on(pid: u32) -> io::Result<String> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
+    Ok(stat.rsplit_once(')').map_or("", |(_, rest)| rest).trim_start().to_owned())
+}
+
+/// Whether the process has ended, and its parent has not asked for its exit status yet. Nobody does in a container
+/// whose process 1 is no init.
+fn is_zombie(pid: u32) -> bool {
+    from_state_on(pid).is_ok_and(|stat| stat.starts_with(['Z', 'X']))
 }
 
 /// Whether the processes of all pid namespaces are visible here, which is so in the kernel's first one only.
@@ -279,6 +304,26 @@ mod tests {
         process.kill(SECOND).unwrap();
         assert!(!child.wait().unwrap().success());
         process.kill(SECOND).unwrap();
+    }
+
+    #[test]
+    fn a_process_that_has_ended_does_not_live_before_its_parent_has_asked() {
+        let mut child = Command::new("sleep").arg("60").spawn().unwrap();
+        let process = ProcessId::of(child.id()).unwrap();
+        assert!(process.may_live());
+        process.kill(SECOND).unwrap();
+        assert!(!process.may_live());
+        child.wait().unwrap();
+        assert!(!process.may_live());
+    }
+
+    #[test]
+    fn this_process_is_young() {
+        let own = ProcessId::of(std::process::id()).unwrap();
+        assert!(own.age().unwrap() < Duration::from_secs(24 * 3600));
+        // What a damaged journal may say.
+        let none = ProcessId { pid: u32::MAX, start_time: u64::MAX, pid_namespace: None };
+        assert_eq!(none.age(), Some(Duration::ZERO));
     }
 
     #[test]

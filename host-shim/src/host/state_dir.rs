@@ -9,7 +9,7 @@ use std::{
         unix::fs::{DirBuilderExt, OpenOptionsExt},
     },
     path::{Path, PathBuf},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use sha2::{Digest, Sha256};
@@ -18,11 +18,12 @@ use crate::{
     host::{
         directory_lock::{DirectoryLock, is_still_at},
         event_log::EVENTS,
+        hooks::SavedHooks,
         journal::{Effect, Journal, UndoError},
         no_symlinks::gone,
         pod_cgroups,
         process_id::ProcessId,
-        share,
+        share, shim_socket,
         undo::{UNDO, remove_all_but, unmount_tree},
         vmm_ends::VmmEnds,
     },
@@ -39,6 +40,12 @@ pub(crate) const JOURNAL: &str = "journal";
 pub(crate) const CONTAINERS: &str = "containers";
 /// The journals of the volumes that its containers have in common.
 const VOLUMES: &str = "volumes";
+
+/// The `poststop` hooks of its containers, each named by its container's id. One without hooks has no file.
+const POSTSTOP: &str = "poststop";
+
+/// The same of a pod whose shim has died, while it is undone. They are in no journal.
+const KEPT: &str = "poststop-kept";
 
 /// The directory that the guest sees.
 pub(crate) const SHARE: &str = "share";
@@ -106,6 +113,7 @@ impl StateDir {
             .and_then(|()| owners.iter().try_for_each(|owner| journal.record(owner.clone())))
             .and_then(|()| journal.make_dir(&path.join(CONTAINERS)))
             .and_then(|()| journal.make_dir(&path.join(VOLUMES)))
+            .and_then(|()| journal.make_dir(&path.join(POSTSTOP)))
             .and_then(|()| journal.record(Effect::File { path: path.join(START_RECORD) }))
             .and_then(|()| journal.record(Effect::File { path: path.join(EVENTS) }))
             .map_err(|source| StateDirError::Record { path: path.into(), source })?;
@@ -116,11 +124,13 @@ impl StateDir {
     /// the directory: no other pod's takes its place.
     pub(crate) fn remove(&self, journal: Journal) -> Result<(), UndoError> {
         let mut ends = VmmEnds::begin();
-        let Some(claimed) = claim(&self.path, CLAIM)? else { return Ok(()) };
+        let Some(directory) = open(&self.path)? else { return Ok(()) };
+        let Some(claimed) = claim(&self.path, directory, CLAIM)? else { return Ok(()) };
         let is_own = is_still_at(&self.path, &self.dir)
             .map_err(|source| UndoError::Read { path: self.path.clone(), source })?;
-        // If it is not, the pod was removed already, and this directory belongs to a new pod of the same name.
-        let removed = if is_own { remove_claimed(&self.path, journal, &mut ends) } else { Ok(()) };
+        // If it is not, the pod was removed already, and this directory belongs to a new pod of the same name. The shim
+        // runs the hooks itself.
+        let removed = if is_own { remove_claimed(&self.path, journal, &mut ends, &|| ()) } else { Ok(()) };
         drop(claimed);
         removed
     }
@@ -189,6 +199,11 @@ pub(crate) fn container_journal(path: &Path, id: &str) -> Result<Journal, UndoEr
     Journal::open(&path.join(CONTAINERS).join(id))
 }
 
+/// The file with the `poststop` hooks of a container of the pod at `path`. It is in the container's journal.
+pub(crate) fn poststop_path(path: &Path, id: &str) -> PathBuf {
+    path.join(POSTSTOP).join(id)
+}
+
 /// The journal of a volume of the pod at `path`, which has this name in the share. It is undone while the pod goes on.
 pub(crate) fn volume_journal(path: &Path, name: &str) -> Result<Journal, UndoError> {
     Journal::open(&path.join(VOLUMES).join(name))
@@ -229,12 +244,10 @@ fn journal_of(path: &Path) -> Result<Journal, UndoError> {
 }
 
 /// What a pod had that was cleaned up.
-#[derive(Debug, Default, PartialEq, Eq)]
+#[derive(Debug, Default, PartialEq)]
 pub(crate) struct Cleaned {
     /// The pid that its VMM had.
     pub(crate) vmm: Option<u32>,
-    /// Its containers that were not deleted yet, and the bundle of each.
-    pub(crate) containers: Vec<(String, PathBuf)>,
     /// What is left until the VMMs end that hang in the host's kernel: their processes, their cgroup, and the journal.
     left: Option<Left>,
 }
@@ -256,42 +269,66 @@ impl Cleaned {
     }
 }
 
-/// Ends what runs for the pod at `path` and removes what it left. It is no error if there is nothing. A VMM that does
-/// not end is left, since nothing of the pod runs in it any more: [`sweep`] finds it later.
+/// Ends what runs for the pod at `path`, removes what it left, and runs the `poststop` hooks of its containers. It is
+/// no error if there is nothing. A VMM that does not end is left, since nothing of the pod runs in it any more:
+/// [`sweep`] finds it later. Blocks.
 pub(crate) fn clean(path: &Path) -> Result<Cleaned, UndoError> {
+    match open(path)? {
+        Some(directory) => clean_opened(path, directory),
+        None => Ok(Cleaned::default()),
+    }
+}
+
+/// [`clean`] for the pod whose state directory was opened at `path`. A new pod of the same name, which has another
+/// directory there by now, is left alone.
+pub(crate) fn clean_opened(path: &Path, directory: File) -> Result<Cleaned, UndoError> {
     let ends = VmmEnds::begin();
-    match claim(path, CLAIM)? {
+    match claim(path, directory, CLAIM)? {
         Some(_claim) => clean_claimed(path, ends),
         None => Ok(Cleaned::default()),
     }
 }
 
-/// Locks the state directory at `path` for cleaning it up, until the lock is dropped. Otherwise two processes undo the
-/// same journal, and the slower of them undoes what a new pod of the same name has done since. A living pod does not
-/// hold this lock, but takes it to end. None: there is no such directory.
-fn claim(path: &Path, within: Duration) -> Result<Option<DirectoryLock>, UndoError> {
-    let failed = |source| UndoError::Lock { path: path.into(), source };
-    let begun = Instant::now();
-    loop {
-        let lock = match DirectoryLock::take(path, within.saturating_sub(begun.elapsed())) {
-            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
-            Err(e) if e.kind() == io::ErrorKind::TimedOut => {
-                return Err(UndoError::Busy { path: path.into(), seconds: within.as_secs() });
-            }
-            other => other.map_err(failed)?,
-        };
-        // The previous holder of the lock may have removed the directory, and a new pod may have made another one.
-        if lock.is_still_at(path).map_err(failed)? {
-            return Ok(Some(lock));
-        }
+/// [`clean`] for the shim of the pod, which may have ended the pod before. A new pod of the same name may be there.
+pub(crate) fn clean_own(path: &Path) -> Result<Cleaned, UndoError> {
+    let is_of_another = |journal: Journal| {
+        journal.shim().is_some_and(|shim| shim.pid != std::process::id() && shim.may_live())
+    };
+    let Some(directory) = open(path)? else { return Ok(Cleaned::default()) };
+    if Journal::look(&path.join(JOURNAL)).is_ok_and(is_of_another) {
+        return Ok(Cleaned::default());
     }
+    clean_opened(path, directory)
+}
+
+/// Opens the state directory at `path`. Whoever cleans up does this first, and by that says which pod is meant: as long
+/// as the directory is open, no other one is taken for it. None: there is none.
+pub(crate) fn open(path: &Path) -> Result<Option<File>, UndoError> {
+    match File::open(path) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+        opened => opened.map(Some).map_err(|source| UndoError::Lock { path: path.into(), source }),
+    }
+}
+
+/// Locks the open state directory for cleaning it up, until the lock is dropped. Otherwise two processes undo the same
+/// journal, and the slower of them undoes what a new pod of the same name has done since. A living pod does not hold
+/// this lock, but takes it to end. None: it is not at `path` any more, so the previous holder of the lock has done it.
+fn claim(path: &Path, directory: File, within: Duration) -> Result<Option<DirectoryLock>, UndoError> {
+    let failed = |source| UndoError::Lock { path: path.into(), source };
+    let lock = match DirectoryLock::take_opened(directory, within) {
+        Err(e) if e.kind() == io::ErrorKind::TimedOut => {
+            return Err(UndoError::Busy { path: path.into(), seconds: within.as_secs() });
+        }
+        other => other.map_err(failed)?,
+    };
+    Ok(lock.is_still_at(path).map_err(failed)?.then_some(lock))
 }
 
 /// [`clean`], for a caller that holds the [`claim`] on the directory.
 fn clean_claimed(path: &Path, mut ends: VmmEnds) -> Result<Cleaned, UndoError> {
     let journal = journal_of(path)?;
     let vmm = journal.vmm().map(|process| process.pid);
-    let mut cleaned = Cleaned { vmm, containers: containers_of(path)?, left: None };
+    let mut cleaned = Cleaned { vmm, left: None };
     // A shim that still runs would work against the cleanup.
     let other = journal.shim().filter(|shim| shim.pid != std::process::id());
     if let Some(shim) = other {
@@ -306,12 +343,13 @@ fn clean_claimed(path: &Path, mut ends: VmmEnds) -> Result<Cleaned, UndoError> {
         }
         if let Some(socket) = journal.shim_socket() {
             // Gone already if the shim ended by itself.
-            drop(fs::remove_file(socket));
+            drop(shim_socket::remove_dead(socket));
         }
     }
     // What the shim has done until its end is in it, too.
     let journal = if other.is_some() { journal_of(path)? } else { journal };
-    match remove_claimed(path, journal, &mut ends) {
+    let hooks = keep_hooks(path)?;
+    match remove_claimed(path, journal, &mut ends, &|| SavedHooks::run_all(&hooks)) {
         Err(hangs @ UndoError::VmmHangs { .. }) => {
             tracing::error!("{hangs}");
             cleaned.left = Some(Left { path: path.into(), pids: ends.hung() });
@@ -321,18 +359,21 @@ fn clean_claimed(path: &Path, mut ends: VmmEnds) -> Result<Cleaned, UndoError> {
     Ok(cleaned)
 }
 
-/// The containers that have a journal.
-fn containers_of(path: &Path) -> Result<Vec<(String, PathBuf)>, UndoError> {
-    let directory = path.join(CONTAINERS);
-    let mut containers = Vec::new();
-    for entry in fs::read_dir(&directory).into_iter().flatten() {
-        let path = entry.map_err(|source| UndoError::List { path: directory.clone(), source })?.path();
-        let journal = Journal::open(&path)?;
-        if let (Some(id), Some(bundle)) = (path.file_name().and_then(|id| id.to_str()), journal.bundle()) {
-            containers.push((id.to_owned(), bundle.to_owned()));
-        }
+/// Puts the `poststop` hooks of the pod at `path` where the undo of its journals leaves them. Returns the directory.
+fn keep_hooks(path: &Path) -> Result<PathBuf, UndoError> {
+    let (from, to) = (path.join(POSTSTOP), path.join(KEPT));
+    let failed = |source| UndoError::Effect { effect: Effect::Directory { path: to.clone() }, source };
+    let entries = match fs::read_dir(&from) {
+        // Of a pod of an earlier version, or of one that is undone in part.
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(to),
+        entries => entries.map_err(failed)?,
+    };
+    for entry in entries {
+        let name = entry.map_err(failed)?.file_name();
+        let made = DirBuilder::new().recursive(true).mode(0o700).create(&to);
+        made.and_then(|()| fs::rename(from.join(&name), to.join(&name))).map_err(failed)?;
     }
-    Ok(containers)
+    Ok(to)
 }
 
 /// The state directories of all pods below `root`. What cannot be listed is left out.
@@ -344,11 +385,10 @@ pub(crate) fn pods(root: &Path) -> impl Iterator<Item = PathBuf> {
     containerds.flat_map(move |path| entries(&path)).flat_map(move |path| entries(&path))
 }
 
-/// Removes what crashed shims left below `root` and nobody else will remove: the shim is dead, and containerd has
-/// removed the bundle. Blocks.
+/// Removes what crashed shims left below `root`. Blocks.
 pub(crate) fn sweep(root: &Path) {
     for pod in pods(root) {
-        match remove_abandoned(&pod) {
+        match remove_crashed(&pod) {
             None => {}
             Some(Ok(())) => tracing::warn!(path = %pod.display(), "removed what a crashed shim left"),
             Some(Err(error)) => {
@@ -358,45 +398,81 @@ pub(crate) fn sweep(root: &Path) {
     }
 }
 
-/// Removes what a crashed shim left of `pod`. None: the pod is somebody's. Blocks.
-pub(crate) fn remove_abandoned(pod: &Path) -> Option<Result<(), UndoError>> {
-    if !is_abandoned(pod) {
+/// Removes what a crashed shim left of `pod`, and runs the `poststop` hooks. None: the pod is somebody's. Blocks.
+///
+/// This may be before or while containerd runs `... delete` for the pod, which then finds less to do. It must not wait
+/// for containerd: a `... delete` that was killed is not run again until containerd restarts.
+pub(crate) fn remove_crashed(pod: &Path) -> Option<Result<(), UndoError>> {
+    if !has_crashed(pod) {
         return None;
     }
     // Somebody else cleans it up already, or has.
-    let Ok(Some(_claim)) = claim(pod, Duration::ZERO) else { return None };
+    let directory = open(pod).ok().flatten()?;
+    let Ok(Some(_claim)) = claim(pod, directory, Duration::ZERO) else { return None };
     // By now it may be that of a new pod of the same name.
-    is_abandoned(pod).then(|| clean_claimed(pod, VmmEnds::begin()).and_then(Cleaned::complete).map(drop))
+    has_crashed(pod).then(|| clean_claimed(pod, VmmEnds::begin()).and_then(Cleaned::complete).map(drop))
+}
+
+/// Whether the shim of the pod is dead.
+pub(crate) fn has_crashed(pod: &Path) -> bool {
+    journal_of_crashed(pod).is_some()
 }
 
 /// Whether the shim of the pod is dead, and containerd has removed the bundle.
 pub(crate) fn is_abandoned(pod: &Path) -> bool {
-    // There is none of a pod that is being made, or removed, by a shim that lives.
-    let Ok(journal) = Journal::look(&pod.join(JOURNAL)) else { return false };
     let is_gone = |bundle: &Path| bundle.try_exists().is_ok_and(|exists| !exists);
-    journal.shim().is_some_and(|shim| !shim.may_live()) && journal.bundle().is_some_and(is_gone)
+    journal_of_crashed(pod).is_some_and(|journal| journal.bundle().is_some_and(is_gone))
+}
+
+/// None: the shim lives, or has not written its journal yet, or removes it.
+fn journal_of_crashed(pod: &Path) -> Option<Journal> {
+    let journal = Journal::look(&pod.join(JOURNAL)).ok()?;
+    journal.shim().is_some_and(|shim| !shim.may_live()).then_some(journal)
 }
 
 /// Ends the VMMs, undoes the journals of the containers and of the pod, and removes the directory and its empty
 /// parents. A step that fails does not stop the rest. The first failure is the error, and the journals that could not
 /// be undone stay for another try. If the pod's journal is damaged, everything in the directory is removed.
-fn remove_claimed(path: &Path, journal: Journal, ends: &mut VmmEnds) -> Result<(), UndoError> {
+///
+/// `undone` is called when nothing is left but the directory and the pod's journal, and VMMs that hang. If this process
+/// is killed in it, another try calls it again.
+fn remove_claimed(
+    path: &Path,
+    journal: Journal,
+    ends: &mut VmmEnds,
+    undone: &dyn Fn(),
+) -> Result<(), UndoError> {
     ends.forget_ended();
     journal.kill_vmms(ends);
     if journal.is_damaged() {
-        remove_damaged(path, &journal, ends)?;
+        remove_damaged(path, &journal, ends, undone)?;
     } else {
         let parts = undo_parts(path);
-        let pod = journal.undo_with(ends);
-        parts.and(pod)?;
+        let removed = parts.and(journal.undo_effects(ends));
+        if is_all_but_hung(&removed) {
+            undone();
+            gone(fs::remove_dir(path.join(KEPT))).map_err(|source| not_removed(path, source))?;
+        }
+        removed?;
     }
+    gone(fs::remove_file(path.join(JOURNAL))).map_err(|source| not_removed(path, source))?;
     gone(fs::remove_dir(path)).map_err(|source| not_removed(path, source))?;
     remove_empty_parents(path);
     Ok(())
 }
 
-/// Removes all that is in the directory of a pod whose journal is damaged.
-fn remove_damaged(path: &Path, journal: &Journal, ends: &mut VmmEnds) -> Result<(), UndoError> {
+/// Whether everything is undone, except for VMMs that hang.
+fn is_all_but_hung(undone: &Result<(), UndoError>) -> bool {
+    matches!(undone, Ok(()) | Err(UndoError::VmmHangs { .. }))
+}
+
+/// Removes all but the journal that is in the directory of a pod whose journal is damaged.
+fn remove_damaged(
+    path: &Path,
+    journal: &Journal,
+    ends: &mut VmmEnds,
+    undone: &dyn Fn(),
+) -> Result<(), UndoError> {
     // The VMM may not be among those that the journal still names.
     let killed = pod_cgroups::kill(path, ends);
     for config in [VMM_CONFIG, TEMPLATE_CONFIG].map(|name| path.join(name)) {
@@ -409,12 +485,12 @@ fn remove_damaged(path: &Path, journal: &Journal, ends: &mut VmmEnds) -> Result<
     let unmounted = unmount_tree(path).map_err(|source| UndoError::Unmount { path: path.into(), source });
     // The journal stays until the last step, so that another try finds it damaged and takes these steps again.
     let pod = journal.undo_effects(ends);
-    let undone = killed.and(parts).and(unmounted).and(pod);
-    if let Ok(()) | Err(UndoError::VmmHangs { .. }) = undone {
+    let removed = killed.and(parts).and(unmounted).and(pod);
+    if is_all_but_hung(&removed) {
+        undone();
         remove_all_but(path, JOURNAL).map_err(|source| not_removed(path, source))?;
     }
-    undone?;
-    gone(fs::remove_file(path.join(JOURNAL))).map_err(|source| not_removed(path, source))
+    removed
 }
 
 fn not_removed(path: &Path, source: io::Error) -> UndoError {
@@ -474,6 +550,7 @@ fn make_all(path: &Path) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use std::{
+        os::unix::net::UnixListener,
         process::Command,
         sync::atomic::{AtomicBool, Ordering},
         thread,
@@ -532,11 +609,8 @@ mod tests {
         journal.make_dir(&path.join(CONTAINERS)).unwrap();
         journal.record(Effect::Vmm(ProcessId::of(vmm.id()).unwrap())).unwrap();
         drop(journal);
-        let bundle = dir.path().join("bundle");
-        container_journal(&path, "one").unwrap().record(Effect::Bundle { path: bundle.clone() }).unwrap();
-        fs::write(dir.path().join("socket"), "").unwrap();
-        // Whoever cleans up runs the hooks of the containers that are left.
-        let cleaned = Cleaned { vmm: Some(vmm.id()), containers: vec![("one".into(), bundle)], left: None };
+        drop(UnixListener::bind(dir.path().join("socket")).unwrap());
+        let cleaned = Cleaned { vmm: Some(vmm.id()), ..Cleaned::default() };
         assert_eq!(clean(&path).unwrap(), cleaned);
         assert!(!dir.path().join("socket").exists());
         assert!(!shim.wait().unwrap().success() && !vmm.wait().unwrap().success());
@@ -619,7 +693,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_crashed_shim_left_is_removed_when_containerd_has_forgotten_it() {
+    fn what_a_crashed_shim_left_is_removed_also_if_containerd_still_has_the_bundle() {
         let dir = tempfile::tempdir().unwrap();
         let root = dir.path().join("run");
         let dead = ProcessId { pid: std::process::id(), start_time: 1, pid_namespace: None };
@@ -650,7 +724,7 @@ mod tests {
             fs::read_dir(root.join("c/ns")).unwrap().map(|e| e.unwrap().file_name()).collect();
         left.sort();
         left.retain(|id| sees_all_processes().unwrap() || id != "ended-elsewhere");
-        assert_eq!(left, ["begun", "elsewhere", "known", "lives"]);
+        assert_eq!(left, ["begun", "elsewhere", "lives"]);
         assert!(root.join(".templates/1/x").exists());
     }
 
@@ -659,7 +733,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = path_of(&dir.path().join("run"), "/c", "ns", "claimed");
         let (state, journal) = StateDir::create(&path, &[]).unwrap();
-        let claimed = claim(&path, Duration::ZERO).unwrap();
+        let claimed = claim(&path, open(&path).unwrap().unwrap(), Duration::ZERO).unwrap();
         thread::scope(|scope| {
             let removal = scope.spawn(|| state.remove(journal));
             thread::sleep(Duration::from_millis(50));
@@ -704,6 +778,36 @@ mod tests {
     }
 
     #[test]
+    fn a_new_pod_is_left_alone_by_who_has_waited_to_clean_up_an_old_one() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = path_of(&dir.path().join("run"), "/c", "ns", "again");
+        let dead = ProcessId { pid: std::process::id(), start_time: 1, pid_namespace: None };
+        make(&path).unwrap();
+        journal_of(&path).unwrap().record(Effect::Shim(dead)).unwrap();
+        let [late, last, first] = [0; 3].map(|_| open(&path).unwrap().unwrap());
+        let claimed = claim(&path, first, Duration::ZERO).unwrap();
+        let mut shim = Command::new("sleep").arg("60").spawn().unwrap();
+        thread::scope(|scope| {
+            let waits = scope.spawn(|| clean_opened(&path, late));
+            thread::sleep(Duration::from_millis(50));
+            clean_claimed(&path, VmmEnds::begin()).unwrap();
+            assert!(!path.exists());
+            make(&path).unwrap();
+            journal_of(&path).unwrap().record(Effect::Shim(ProcessId::of(shim.id()).unwrap())).unwrap();
+            drop(claimed);
+            assert_eq!(waits.join().unwrap().unwrap(), Cleaned::default());
+        });
+        assert_eq!(clean_opened(&path, last).unwrap(), Cleaned::default());
+        // The shim of the old pod may be asked once more to end it.
+        assert_eq!(clean_own(&path).unwrap(), Cleaned::default());
+        assert!(path.join(JOURNAL).exists() && shim.try_wait().unwrap().is_none());
+        shim.kill().unwrap();
+        shim.wait().unwrap();
+        clean_own(&path).unwrap();
+        assert!(!path.exists());
+    }
+
+    #[test]
     fn what_another_process_cleans_up_is_waited_for_and_not_swept() {
         let dir = tempfile::tempdir().unwrap();
         let root = dir.path().join("run");
@@ -714,7 +818,7 @@ mod tests {
             .record(Effect::Shim(ProcessId { pid: std::process::id(), start_time: 1, pid_namespace: None }))
             .unwrap();
         journal.record(Effect::Bundle { path: dir.path().join("gone") }).unwrap();
-        let claimed = claim(&path, Duration::ZERO).unwrap();
+        let claimed = claim(&path, open(&path).unwrap().unwrap(), Duration::ZERO).unwrap();
         assert!(claimed.is_some());
         sweep(&root);
         assert!(path.exists());
@@ -722,7 +826,7 @@ mod tests {
         assert!(matches!(error, UndoError::Busy { .. }), "{error}");
         drop(claimed);
         sweep(&root);
-        assert!(!path.exists() && claim(&path, Duration::ZERO).unwrap().is_none());
+        assert!(!path.exists() && open(&path).unwrap().is_none());
     }
 
     fn damage(path: &Path, change: impl FnOnce(&str) -> String) {

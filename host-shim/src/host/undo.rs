@@ -16,6 +16,7 @@ use crate::{
         journal::{Effect, Journal, UndoError},
         mountinfo, network,
         no_symlinks::{self, gone},
+        process_id,
         vmm_ends::VmmEnds,
     },
     types::error::chain,
@@ -30,15 +31,26 @@ const CGROUP_RETRIES: u32 = 100;
 const CGROUP_PAUSE: Duration = Duration::from_millis(10);
 
 impl Journal {
+    /// Kills the VMMs, and waits for none of them. One that fails does not stop the rest.
+    pub(super) fn send_kills(&self) -> Result<(), UndoError> {
+        let mut result = Ok(());
+        for effect in self.reversed() {
+            let sent = match effect {
+                Effect::Vmm(process) => process.send_kill().map(drop),
+                Effect::VmmSpawn { config } => process_id::vmms_with(config)
+                    .and_then(|vmms| vmms.into_iter().try_for_each(|vmm| vmm.send_kill().map(drop))),
+                _ => Ok(()),
+            };
+            result = result.and(sent.map_err(|source| UndoError::Effect { effect: effect.clone(), source }));
+        }
+        result
+    }
+
     /// Ends the VMMs first, because their open files keep mounts busy. [`Journal::undo`] reports a failure: it tries
     /// again.
     pub(super) fn kill_vmms(&self, ends: &mut VmmEnds) {
-        for effect in &self.effects {
-            // None waits for the end of another one.
-            if let Effect::Vmm(process) = effect {
-                drop(process.send_kill());
-            }
-        }
+        // None waits for the end of another one.
+        drop(self.send_kills());
         for effect in self.reversed() {
             if let Effect::Vmm(_) | Effect::VmmSpawn { .. } = effect {
                 drop(effect.undo(ends));

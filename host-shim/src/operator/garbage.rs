@@ -30,14 +30,14 @@ pub struct Removed {
     pub error: Option<String>,
 }
 
-const CRASHED: &str = "its shim has died, and containerd has removed its bundle";
+const CRASHED: &str = "its shim has died";
 const OUTDATED: &str = "the kernel, the agent or the VMM of this template was replaced";
 const UNFINISHED: &str = "this template was not completed, or was about to be removed";
 
 /// What can be removed below `root`. A template that is not complete may be in the making; then it is not removed.
 pub fn garbage(root: &Path) -> io::Result<Vec<Garbage>> {
-    let abandoned = state_dir::pods(root).filter(|pod| state_dir::is_abandoned(pod));
-    let mut garbage: Vec<_> = abandoned.map(|path| Garbage { path, reason: CRASHED }).collect();
+    let crashed = state_dir::pods(root).filter(|pod| state_dir::has_crashed(pod));
+    let mut garbage: Vec<_> = crashed.map(|path| Garbage { path, reason: CRASHED }).collect();
     garbage.sort_by(|one, other| one.path.cmp(&other.path));
     for template in templates(root)? {
         match template.state {
@@ -56,7 +56,7 @@ pub fn remove_garbage(root: &Path, mut tell: impl FnMut(usize, usize)) -> Vec<Re
     let all = pods.len();
     for (done, path) in pods.into_iter().enumerate() {
         tell(done, all);
-        if let Some(result) = state_dir::remove_abandoned(&path) {
+        if let Some(result) = state_dir::remove_crashed(&path) {
             let garbage = Garbage { path, reason: CRASHED };
             removed.push(Removed { garbage, error: result.err().map(|error| chain(&error)) });
         }

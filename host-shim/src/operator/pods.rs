@@ -15,7 +15,7 @@ use crate::{
         process_id::ProcessId,
         state_dir::{self, CONTAINERS, JOURNAL, VMM_CONFIG},
     },
-    operator::process,
+    operator::process::memory,
     types::{error::chain, text::one_line},
 };
 
@@ -59,9 +59,9 @@ pub struct Pod {
 pub enum PodState {
     /// Its shim lives.
     Running,
-    /// Its shim has died. containerd still has the bundle, and removes the pod by `... delete`.
+    /// Its shim has died. containerd still has the bundle. Most likely `... delete` removes the pod at this moment.
     Crashed,
-    /// Its shim has died, and containerd has forgotten the pod. `bulkhead gc` removes it.
+    /// Its shim has died, and containerd has forgotten the pod.
     Leftover,
     /// There is no readable journal: a shim makes or removes the pod at this moment, or it is damaged.
     Unknown,
@@ -140,8 +140,8 @@ fn read_journal(pod: &mut Pod, journal: &Journal) -> Option<ProcessId> {
     let (state, shim) = state_of(&pod.path, journal);
     let vmm = living(journal.vmm());
     pod.state = state;
-    pod.age_seconds = shim.and_then(process::age).map(|age| age.as_secs());
-    pod.memory_bytes = vmm.and_then(process::memory);
+    pod.age_seconds = shim.and_then(ProcessId::age).map(|age| age.as_secs());
+    pod.memory_bytes = vmm.and_then(memory);
     pod.shim_pid = shim.map(|shim| shim.pid);
     pod.vmm_pid = vmm.map(|vmm| vmm.pid);
     vmm

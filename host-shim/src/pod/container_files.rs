@@ -31,8 +31,13 @@ pub(crate) fn prepare(
 ) -> Result<MovedSources, TaskError> {
     let mut journal = state_dir::container_journal(state, &plan.id)?;
     let bundle = Effect::Bundle { path: creation.bundle().to_owned() };
-    journal.record(bundle).map_err(|source| RootfsError::Share { path: state.to_owned(), source })?;
+    let failed = |source| RootfsError::Share { path: state.to_owned(), source };
+    journal.record(bundle).map_err(failed)?;
+    let hooks = plan.hooks.save_stopped(&mut journal, &state_dir::poststop_path(state, &plan.id));
     let made = match creation {
+        _ if hooks.is_err() => {
+            hooks.map(|()| MovedSources::default()).map_err(|source| failed(source).into())
+        }
         CreateRequest::Sandbox { config, .. } => {
             let files = SandboxFiles { hostname: &plan.hostname, resolv_conf: config.resolv_conf.as_deref() };
             files.make(&mut journal, state).map(|()| MovedSources::default()).map_err(TaskError::from)

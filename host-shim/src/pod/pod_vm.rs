@@ -376,7 +376,7 @@ impl PodVm {
         let path = self.settings.state_path();
         let removed = self.undo(&self.settings.id, move || match host {
             Some(host) => host.remove(),
-            None => state_dir::clean(&path).map(drop),
+            None => state_dir::clean_own(&path).map(drop),
         });
         match removed.await {
             // Nothing of the pod runs any more, and another try would not do more.

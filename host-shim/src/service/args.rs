@@ -21,6 +21,9 @@ pub(crate) struct Args {
     /// The configuration, if it is not the default one. containerd does not know this flag; `start` gives it to
     /// `serve`.
     pub(crate) config: Option<PathBuf>,
+    /// Whether `delete` may wait until everything is undone. containerd does not know this flag. `bulkhead run` uses
+    /// it.
+    pub(crate) patient: bool,
     /// The command.
     pub(crate) action: Action,
 }
@@ -33,6 +36,8 @@ pub(crate) enum Action {
     Start,
     /// Undo what a dead server left behind.
     Delete,
+    /// Undo it in a process of its own. Only `delete` uses this command.
+    Undo,
     /// Run the server. Only `start` uses this command.
     Serve,
     /// Run a placeholder process. Only the server uses this command.
@@ -81,6 +86,7 @@ impl Args {
             match name {
                 "v" | "version" => command = Some("-v".into()),
                 "info" => command = Some("-info".into()),
+                "patient" => args.patient = true,
                 "debug" => args.debug = split.is_none_or(|(_, value)| value == "true" || value == "1"),
                 "namespace" | "id" | "address" | "publish-binary" | "bundle" | "config" => {
                     let value = match split {
@@ -95,6 +101,7 @@ impl Args {
         args.action = match command.as_deref() {
             Some("start") => Action::Start,
             Some("delete") => Action::Delete,
+            Some("undo") => Action::Undo,
             Some("serve") => Action::Serve,
             Some(placeholder_process::COMMAND | placeholder_process::EARLIER_COMMAND) => {
                 Action::PlaceholderProcess
@@ -164,6 +171,7 @@ mod tests {
         let args = parse("--namespace=k8s.io -debug -id=a -bundle /run/containerd/io/a delete").unwrap();
         assert_eq!(args.bundle, Some("/run/containerd/io/a".into()));
         assert_eq!((args.id.as_str(), args.action, args.debug), ("a", Action::Delete, true));
+        assert!(!args.patient && parse("-namespace n -id a -patient delete").unwrap().patient);
     }
 
     #[test]

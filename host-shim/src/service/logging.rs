@@ -1,12 +1,20 @@
 //! The shim's log: the `log` FIFO of the bundle, which containerd reads and copies into its own log.
 
-use std::{fs::OpenOptions, os::unix::fs::OpenOptionsExt, path::Path, sync::Arc};
+use std::{
+    fs::OpenOptions,
+    io,
+    os::unix::{fs::OpenOptionsExt, net::UnixDatagram},
+    path::Path,
+    process,
+    sync::Arc,
+};
 
 use nix::libc;
 use tracing::{Level, level_filters::LevelFilter};
 use tracing_subscriber::{fmt, layer::SubscriberExt, registry, reload, util::SubscriberInitExt};
 
 use crate::{
+    host::placeholder_process::PROGRAM,
     service::log_format::{Lines, Spans},
     types::{config::LogFormat, log},
 };
@@ -42,6 +50,48 @@ pub(crate) fn to_stderr() {
         .init();
 }
 
+/// Logs to stderr while somebody reads it, and then to the host's syslog: systemd's journal shows it in the log of the
+/// unit in whose cgroup this process is, which is containerd's.
+pub(crate) fn to_stderr_or_syslog() {
+    tracing_subscriber::fmt()
+        .with_ansi(false)
+        .event_format(Lines::new(LogFormat::Text))
+        .with_writer(|| StderrOrSyslog)
+        .with_max_level(Level::WARN)
+        .init();
+}
+
+/// Each write is one line.
+struct StderrOrSyslog;
+
+impl io::Write for StderrOrSyslog {
+    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        if io::stderr().write_all(line).is_err() {
+            // If there is no syslog either, the line is lost.
+            drop(to_syslog(line, Path::new(SYSLOG)));
+        }
+        Ok(line.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// The socket of the host's syslog (syslog(3)).
+const SYSLOG: &str = "/dev/log";
+/// A warning of a daemon (RFC 5424, 6.2.1).
+const PRIORITY: u8 = 3 * 8 + 4;
+
+/// Never waits for the reader.
+fn to_syslog(line: &[u8], socket: &Path) -> io::Result<usize> {
+    let sender = UnixDatagram::unbound()?;
+    sender.set_nonblocking(true)?;
+    let mut message = format!("<{PRIORITY}>{PROGRAM}[{}]: ", process::id()).into_bytes();
+    message.extend(line.trim_ascii_end());
+    sender.send_to(&message, socket)
+}
+
 #[cfg(test)]
 mod tests {
     use std::io::Read;
@@ -49,6 +99,20 @@ mod tests {
     use nix::{sys::stat::Mode, unistd::mkfifo};
 
     use super::*;
+
+    #[test]
+    fn a_line_for_syslog_names_this_program() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("log");
+        assert!(to_syslog(b"nobody listens\n", &path).is_err());
+        let syslog = UnixDatagram::bind(&path).unwrap();
+        to_syslog(b" WARN pod{id=\"demo\"}: done\n", &path).unwrap();
+        let mut text = [0; 100];
+        let length = syslog.recv(&mut text).unwrap();
+        let expected =
+            format!("<28>containerd-shim-bulkhead-v2[{}]:  WARN pod{{id=\"demo\"}}: done", process::id());
+        assert_eq!(String::from_utf8_lossy(&text[..length]), expected);
+    }
 
     #[test]
     fn a_pod_changes_the_level_while_the_log_is_written() {

@@ -12,3 +12,4 @@ pub(crate) mod rpc_status;
 pub(crate) mod sandbox;
 pub(crate) mod server;
 pub(crate) mod task;
+pub(crate) mod undo;

@@ -50,7 +50,7 @@ const OPEN_FILES: u64 = 1 << 16;
 const BLOCKING_IDLE: Duration = Duration::from_secs(1);
 
 /// This program. The name in the file system may be that of another version by now.
-const SELF: &str = "/proc/self/exe";
+pub(super) const SELF: &str = "/proc/self/exe";
 
 /// Why the server ended with an error.
 #[derive(Debug, thiserror::Error)]

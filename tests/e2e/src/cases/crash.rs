@@ -1,17 +1,20 @@
 //! Parts die without warning; the user hears of it at once, and nothing is left.
 
-use std::fs;
+use std::fs::{self, File};
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::Command;
+use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::{Context, Result, ensure};
+use nix::fcntl::{Flock, FlockArg};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use super::Case;
 use super::templates::state_dir;
+use crate::command::wait_until;
 use crate::ctr::{Host, NAMESPACE, Task};
 use crate::events::Events;
 use crate::snapshot::{pids, processes_of, the_process_of};
@@ -25,6 +28,8 @@ pub(super) const CASES: &[Case] = &[
     Case::bulkhead("a_killed_vm_takes_no_other_with_it", vm_killed_beside_another),
     // runc's shim leaves its socket behind when it is killed.
     Case::bulkhead("a_killed_shim_leaves_nothing_and_no_vm", shim_killed_leaves_nothing),
+    Case::bulkhead("what_takes_longer_than_containerd_waits_for_delete_is_undone_later", undone_later),
+    Case::bulkhead("the_next_container_of_the_id_waits_for_what_is_still_undone", next_waits),
     Case::bulkhead("a_damaged_journal_leaves_nothing_in_the_cgroup_of_the_pod", damaged_journal),
 ];
 
@@ -57,19 +62,21 @@ pub(super) fn kill_shim(host: &Host, task: &Task<'_>) -> Result<()> {
 fn shim_killed(host: &Host) -> Result<()> {
     let task = host.container().flags(["--null-io"]).detach(&["sleep", "1000"])?;
     kill_shim(host, &task)?;
-    for pid in pids()? {
-        let command = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-        let command = String::from_utf8_lossy(&command).replace('\0', " ");
-        ensure!(
-            !command.contains(task.id()),
-            "expected  no process of the container\ncame      {pid} {command}"
-        );
-        ensure!(
-            command != "sleep 1000 ",
-            "expected  the container's process ended\ncame      {pid} {command}"
-        );
-    }
+    // On a busy host the rest is undone after containerd has heard of the end.
+    let mut left = Vec::new();
+    let ended = wait_until("the end of all processes of the container", host.patience(UNDONE), || {
+        left = pids()?.into_iter().map(|pid| (pid, command_of(pid))).collect();
+        left.retain(|(_, command)| command.contains(task.id()) || command == "sleep 1000 ");
+        Ok(left.is_empty())
+    });
+    ended.with_context(|| format!("expected  no process of the container\ncame      {left:?}"))?;
     task.remove_container()
+}
+
+/// The command line of a process, with a blank after each word. Nothing if it has ended.
+fn command_of(pid: u32) -> String {
+    let command = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    String::from_utf8_lossy(&command).replace('\0', " ")
 }
 
 fn shim_killed_leaves_nothing(host: &Host) -> Result<()> {
@@ -79,13 +86,75 @@ fn shim_killed_leaves_nothing(host: &Host) -> Result<()> {
         let vms = processes_of("bulkhead-vmm", task.id())?;
         ensure!(vms.len() == 1, "expected  one VM of {}\ncame      {vms:?}", task.id());
         kill_shim(host, &task)?;
-        let left = processes_of("bulkhead-vmm", task.id())?;
-        ensure!(
-            left.is_empty(),
-            "expected  the VM ended before its task is forgotten\ncame      it runs: {left:?}"
-        );
+        // It was killed before its task is forgotten.
+        wait_until("the end of the VM", host.patience(VM_DEATH_IS_NEWS), || {
+            Ok(processes_of("bulkhead-vmm", task.id())?.is_empty())
+        })?;
         task.remove_container()
     })
+}
+
+/// How long what goes on after `delete` may take.
+const UNDONE: Duration = Duration::from_secs(30);
+
+/// Takes the lock of whoever cleans up a pod, so that nobody else does.
+fn lock(state: &Path) -> Result<Flock<File>> {
+    let directory = File::open(state).with_context(|| format!("cannot open {}", state.display()))?;
+    Flock::lock(directory, FlockArg::LockExclusiveNonblock)
+        .map_err(|(_, errno)| errno)
+        .context("somebody else has the lock of the pod")
+}
+
+/// containerd kills `delete` after five seconds, and never runs it again.
+fn undone_later(host: &Host) -> Result<()> {
+    host.leaves_nothing(|| {
+        let task = host.container().flags(["--null-io"]).detach(&["sleep", "1000"])?;
+        let state = state_dir(NAMESPACE, task.id())?;
+        let locked = lock(&state)?;
+        // The exit is that of the pod, not containerd's 255 of a `delete` that has failed.
+        kill_shim(host, &task)?;
+        ensure!(state.exists(), "expected  {} while it is locked\ncame      it is gone", state.display());
+        wait_until("the end of the VM", host.patience(VM_DEATH_IS_NEWS), || {
+            Ok(processes_of("bulkhead-vmm", task.id())?.is_empty())
+        })?;
+        drop(locked);
+        wait_until("the undo", host.patience(UNDONE), || Ok(!state.exists()))?;
+        task.remove_container()
+    })
+}
+
+fn next_waits(host: &Host) -> Result<()> {
+    let task = host.container().create(&["sleep", "1000"])?;
+    let start = || host.ctr(["tasks", "start", "--null-io", "--detach", task.id()]).run();
+    start()?.succeeds()?;
+    let state = state_dir(NAMESPACE, task.id())?;
+    let locked = lock(&state)?;
+    kill_shim(host, &task)?;
+    let old = shim_in(&state)?;
+    thread::scope(|scope| {
+        let next = scope.spawn(start);
+        // Not before its shim runs, which waits.
+        wait_until("the next shim", host.patience(UNDONE), || {
+            let serves = |pid: &u32| command_of(*pid).ends_with(" serve ");
+            Ok(processes_of(host.runtime().shim(), task.id())?.iter().any(serves) || next.is_finished())
+        })?;
+        drop(locked);
+        match next.join() {
+            Ok(started) => started?.succeeds().map(drop),
+            Err(_) => anyhow::bail!("the thread that starts it panicked"),
+        }
+    })?;
+    task.wait_for_state("RUNNING")?;
+    task.exec(&["true"])?.succeeds()?;
+    let new = shim_in(&state)?;
+    ensure!(old != new, "expected  another shim in the journal\ncame      {new}");
+    Ok(())
+}
+
+/// The line of a pod's journal with its shim.
+fn shim_in(state: &Path) -> Result<String> {
+    let text = fs::read_to_string(state.join("journal"))?;
+    text.lines().next().map(str::to_owned).context("an empty journal")
 }
 
 /// A process in the pod's cgroup, of which neither the command line nor the journal says that it is the pod's: a VMM

@@ -2,13 +2,14 @@
 
 use std::fs;
 use std::path::Path;
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use super::Case;
-use crate::command::Finished;
+use crate::command::{Finished, Size, wait_until};
 use crate::ctr::{Container, Host};
 use crate::fixtures::{Spec, scratch};
 
@@ -20,6 +21,7 @@ pub(super) const CASES: &[Case] = &[
     Case::both("one_that_fails_after_the_start_ends_the_container", failing_start),
     Case::both("one_that_does_not_end_is_killed", endless),
     Case::both("one_that_is_missing_is_named", missing),
+    Case::both("those_after_the_end_run_although_the_shim_was_killed", after_killed_shim),
     Case::bulkhead("those_inside_the_container_are_not_built_yet", inside),
 ];
 
@@ -84,6 +86,23 @@ fn state(host: &Host) -> Result<()> {
         notes.read(&format!("{phase}.process"))?;
     }
     Ok(())
+}
+
+/// Also if what the shim has left takes longer to undo than containerd waits.
+fn after_killed_shim(host: &Host) -> Result<()> {
+    let notes = Notes::new()?;
+    let hooks = json!({ "poststop": [notes.hook("cat > $NOTES/state; sleep 6; echo > $NOTES/ended")] });
+    let spec = Spec::of(host, &["sleep", "1000"])?.with("", "hooks", hooks)?;
+    let spec = spec.with("/process", "terminal", true.into())?;
+    let rooted = spec.detach_in_terminal(host.container(), Size { width: 80, height: 24 })?;
+    let id = rooted.task.id().to_owned();
+    super::crash::kill_process(host.runtime().shim(), &id)?;
+    wait_until("the end of the hook", host.patience(Duration::from_secs(20)), || {
+        Ok(notes.read("ended").is_ok())
+    })?;
+    let state: Value = serde_json::from_str(&notes.read("state")?)?;
+    ensure!(state["id"] == id.as_str() && state["status"] == "stopped", "a state of {id}, not {state}");
+    rooted.task.remove_container()
 }
 
 fn order(host: &Host) -> Result<()> {
