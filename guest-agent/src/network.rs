@@ -20,9 +20,13 @@ use bulkhead_agent_api::agent::{ChangeNetworkRequest, ConfigureNetworkRequest, I
 use nix::sched::{CloneFlags, setns};
 
 use self::netlink::{LinkMessage, Socket};
+use crate::syscall;
 
 /// IN6_ADDR_GEN_MODE_NONE of linux/if_link.h: the kernel makes no link-local address.
 const NO_LINK_LOCAL: &str = "1";
+
+/// As ethtool(8) calls it.
+const DATAGRAMS_TOGETHER: &str = "tx-udp-segmentation";
 
 /// Where in a `struct ifaddrmsg` and a `struct ndmsg` the interface's index is (rtnetlink(7)).
 const INDEX: std::ops::Range<usize> = 4..8;
@@ -193,6 +197,9 @@ pub fn configure(pidfd: BorrowedFd<'_>, interface: &Interface) -> Result<(), Net
     let card =
         cards::find(&guest, &interface.card).map_err(interface.failed("looking for its network card"))?;
     let card = card.ok_or_else(|| interface.no_card())?;
+    // Other interfaces of Linux have it from the start, and the driver of the card does not.
+    let enabled = syscall::enable_offload(card, DATAGRAMS_TOGETHER);
+    enabled.map_err(interface.failed("having it leave datagrams together"))?;
     let entered = setns(pidfd, CloneFlags::CLONE_NEWNET).map_err(io::Error::from);
     entered.map_err(interface.failed("entering the container's network namespace"))?;
     let netns = own_netns().map_err(interface.failed("opening the container's network namespace"))?;

@@ -7,6 +7,7 @@
 mod bpf;
 mod clock;
 mod mount;
+mod offload;
 mod result;
 
 use std::{
@@ -34,6 +35,7 @@ pub use self::{
     mount::{
         MountAttr, attr, fsconfig_create, fsconfig_set, fsmount, fsopen, mount_setattr, move_mount, open_tree,
     },
+    offload::enable_offload,
 };
 
 /// Which side of a clone the caller is.

@@ -25,8 +25,13 @@ use crate::{
     snapshot::{SaveError, Saver, StoppedVm},
     vcpu::{GuestExit, GuestIo, StartError, VcpuThreads},
     virtio::{
-        balloon::BalloonControl, block::Block, fs::ShareControl, mem::MemControl, mmio::MmioTransport,
-        net::Net, vsock::VsockControl,
+        balloon::BalloonControl,
+        block::Block,
+        fs::ShareControl,
+        mem::MemControl,
+        mmio::MmioTransport,
+        net::{Net, Tap},
+        vsock::VsockControl,
     },
 };
 
@@ -255,10 +260,15 @@ impl Vm {
     }
 
     fn attach_nic(&mut self, client: u32, mac: [u8; 6]) {
-        let Some(tap) = self.control.take_file(client) else { return };
-        let device = Net::new(tap.into(), mac, &self.slots.net);
-        let attached = self.slots.attach_nic(&self.fd, &self.memory, device);
-        self.answer(client, attached);
+        let Some(file) = self.control.take_file(client) else { return };
+        match Tap::new(file) {
+            Ok(tap) => {
+                let device = Net::new(tap, mac, &self.slots.net);
+                let attached = self.slots.attach_nic(&self.fd, &self.memory, device);
+                self.answer(client, attached);
+            }
+            Err(error) => self.control.refuse(client, format!("the network device has no tap: {error}")),
+        }
     }
 
     fn attach_block(&mut self, client: u32, disk: &DiskRequest) {

@@ -1,13 +1,15 @@
 //! The network device, by a guest that sends any packet. The host behind its tap device answers as Linux does. Needs
 //! root, for a network namespace and a tap device in it.
 
-use std::{cell::RefCell, process::Command};
+use std::{cell::RefCell, net::UdpSocket, process::Command};
 
 use anyhow::{Context, Result, ensure};
 use bulkhead_vmm::{
     netns,
     virtio::net::{Net, NetThread, Tap},
 };
+
+use nix::sys::socket::{setsockopt, sockopt::UdpGsoSegment};
 
 use crate::{
     guest::{BUFFERS, Buffer, Guest},
@@ -21,6 +23,7 @@ const TX: usize = 1;
 /// Bytes of `struct virtio_net_hdr` with `num_buffers`.
 const HEADER: usize = 12;
 const TX_AREA: u64 = BUFFERS + 0x4_0000;
+const ADDRESS: &str = "10.9.8.2:7001";
 
 thread_local! {
     // Making a tap device takes milliseconds. So each thread has one for all runs, in a network namespace of its own.
@@ -43,7 +46,11 @@ fn plug_in() -> Result<Guest> {
     let tap = Tap::create(TAP).context("cannot make a tap: modprobe tun")?;
     let card = Net::new(tap, MAC, &NetThread::start()?);
     let up = Command::new("ip").args(["address", "add", "10.9.8.1/24", "dev", TAP]).status()?.success()
-        && Command::new("ip").args(["link", "set", TAP, "up"]).status()?.success();
+        && Command::new("ip").args(["link", "set", TAP, "up"]).status()?.success()
+        && Command::new("ip")
+            .args(["neighbour", "add", "10.9.8.2", "lladdr", "02:00:00:00:00:01", "dev", TAP])
+            .status()?
+            .success();
     ensure!(up, "ip cannot set the tap up");
     Ok(Guest::new(Box::new(card), "net")?)
 }
@@ -58,7 +65,15 @@ fn perform(guest: &mut Guest, bytes: &[u8]) -> Result<()> {
             3 => {
                 ask_for_an_address(guest);
             }
-            _ => send(guest, &mut input),
+            _ => match input.u8() {
+                0..128 => send(guest, [0; HEADER].to_vec(), &mut input),
+                240..248 => send_datagrams(guest, &mut input),
+                248.. => get_datagrams(guest, &mut input)?,
+                _ => {
+                    let header = input.bytes(HEADER).to_vec();
+                    send(guest, header, &mut input);
+                }
+            },
         }
     }
     guest.behave();
@@ -78,17 +93,50 @@ fn offer_room(guest: &mut Guest, input: &mut Input) {
     guest.kick(RX);
 }
 
-/// A packet with any header and contents.
-fn send(guest: &mut Guest, input: &mut Input) {
-    let mut packet = Vec::new();
-    if input.u8() < 128 {
-        packet.extend([0; HEADER]);
-    } else {
-        packet.extend(input.bytes(HEADER));
-    }
+/// A packet with this header and any contents.
+fn send(guest: &mut Guest, mut packet: Vec<u8>, input: &mut Input) {
     let count = input.u8().into();
     packet.extend(input.bytes(count));
-    guest.write(TX_AREA, &packet);
+    offer_packet(guest, &packet, input);
+}
+
+/// UDP datagrams that the guest leaves together, with a header that may lie.
+fn send_datagrams(guest: &mut Guest, input: &mut Input) {
+    let payload = usize::from(input.u16()) % 2048;
+    let mut packet = vec![1, 5, 42, 0];
+    packet.extend(input.u16().to_le_bytes());
+    packet.extend([34, 0, 6, 0, 0, 0]);
+    packet.extend([0xff; 6]);
+    packet.extend(MAC);
+    packet.extend([8, 0, 0x45, 0]);
+    packet.extend((28 + payload as u16).to_be_bytes());
+    packet.extend([0, 1, 0, 0, 64, 17, 0, 0, 10, 9, 8, 2, 10, 9, 8, 1]);
+    packet.extend([0x1b, 0x59, 0x1b, 0x58]);
+    packet.extend((8 + payload as u16).to_be_bytes());
+    packet.extend([0, 0]);
+    packet.resize(packet.len() + payload, b'x');
+    // One byte of the headers is any other.
+    if input.u8() < 128
+        && let Some(byte) = packet.get_mut(input.below(HEADER + 42))
+    {
+        *byte = input.u8();
+    }
+    offer_packet(guest, &packet, input);
+}
+
+/// The host sends datagrams that the guest has to split.
+fn get_datagrams(guest: &mut Guest, input: &mut Input) -> Result<()> {
+    let (count, size) = (usize::from(input.u16()), i32::from(input.u8()) * 8 + 8);
+    let socket = UdpSocket::bind("10.9.8.1:0")?;
+    setsockopt(&socket, UdpGsoSegment, &size)?;
+    // More datagrams than are allowed are refused, and those that find no room are lost.
+    let _ = socket.send_to(&vec![b'x'; count], ADDRESS);
+    guest.kick(RX);
+    Ok(())
+}
+
+fn offer_packet(guest: &mut Guest, packet: &[u8], input: &mut Input) {
+    guest.write(TX_AREA, packet);
     // The length may be more than was written, and more than that of any packet.
     let len = packet.len() as u32 + if input.u8() < 200 { 0 } else { u32::from(input.u16()) * 2 };
     let split = u32::from(input.u8()).min(len);

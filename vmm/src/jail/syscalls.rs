@@ -149,6 +149,8 @@ const ATTACHING: &[Allowed] = &[
     // which KVM is told of (KVM_IRQFD and KVM_IOEVENTFD).
     when(libc::SYS_ioctl, &[kvm(_IOC_WRITE, 0x76, size_of::<kvm_irqfd>())]),
     when(libc::SYS_ioctl, &[kvm(_IOC_WRITE, 0x79, size_of::<kvm_ioeventfd>())]),
+    // Asking which offloads a tap device can have.
+    when(libc::SYS_ioctl, &[is(1, libc::TUNSETOFFLOAD)]),
     // What the file descriptor of a block device is of, whether it can be written to,
     any(libc::SYS_fstat),
     when(libc::SYS_fcntl, &[is(1, libc::F_GETFL as u64)]),

@@ -9,6 +9,7 @@ mod counts;
 mod cpuid;
 mod cpus;
 mod crash;
+mod datagrams;
 pub(crate) mod devices;
 mod docker;
 mod docker_flags;
@@ -67,6 +68,7 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::new("mounts", mounts::CASES),
     Group::new("permissions", permissions::CASES),
     Group::new("network", network::CASES),
+    Group::new("datagrams", datagrams::CASES),
     Group::new("limits", limits::CASES),
     Group::new("cpus", cpus::CASES),
     Group::new("pause", pause::CASES),

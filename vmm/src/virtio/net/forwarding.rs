@@ -1,13 +1,13 @@
 //! Forwards packets between the queues of a network device and its tap device.
 
-use std::{collections::VecDeque, io, os::fd::AsRawFd, sync::Arc};
+use std::{collections::VecDeque, io, iter, os::fd::AsRawFd, sync::Arc};
 
 use bulkhead_vmm_api::tap::HEADER_LEN;
 use virtio_queue::QueueT;
-use vm_memory::{Bytes, GuestAddress};
+use vm_memory::{Bytes, GuestAddress, VolatileSlice};
 use vmm_sys_util::epoll::EventSet;
 
-use super::tap::Tap;
+use super::{header, tap::Tap};
 use crate::{
     GuestMemory,
     jail::ThreadRole,
@@ -24,8 +24,9 @@ use crate::{
 
 /// Offset of `num_buffers`, the last field.
 const NUM_BUFFERS: usize = 10;
-/// Bytes of the largest packet before segmentation, with its header (virtio 1.3, 5.1.6.3.1).
-const MAX_PACKET: usize = 65550 + HEADER_LEN;
+/// Bytes of the largest frame before segmentation, and with its header (virtio 1.3, 5.1.6.3.1).
+const MAX_FRAME: usize = 65550;
+const MAX_PACKET: usize = MAX_FRAME + HEADER_LEN;
 
 /// The sources of a device's events.
 const RX: u64 = 0;
@@ -58,6 +59,8 @@ pub struct ActiveCard {
     pub(super) log: Arc<RateLimitedLog>,
     /// Whether a packet may span several chains (VIRTIO_NET_F_MRG_RXBUF).
     pub(super) mergeable: bool,
+    /// Those that the driver has negotiated.
+    pub(super) features: u64,
     /// The TUN_F_* flags of the offloads that the driver accepts.
     pub(super) offload: u32,
 }
@@ -69,6 +72,7 @@ pub(crate) struct Forwarding<'m> {
     interrupt: &'m Interrupt,
     log: &'m RateLimitedLog,
     mergeable: bool,
+    features: u64,
     /// The offloads that are to be set.
     offload: Option<u32>,
     rx: &'m mut ActiveQueue,
@@ -110,6 +114,7 @@ impl ActiveDevice for ActiveCard {
             interrupt: &self.interrupt,
             log: &self.log,
             mergeable: self.mergeable,
+            features: self.features,
             offload: Some(self.offload),
             rx_announced: self.rx.queue.next_used(),
             rx: &mut self.rx,
@@ -165,14 +170,17 @@ impl Forwarding<'_> {
     /// Writes the guest's packets to the tap device, until that takes no more.
     fn transmit(&mut self) -> Result<(), ServeError> {
         let (tap, iovecs, tap_writable) = (self.tap, &mut self.iovecs, &mut self.tap_writable);
+        let features = self.features;
         self.tx_pending = self.tx.serve(self.memory, self.interrupt, TURN, |chain: Chain| {
-            let packet = chain.readable;
-            if packet.len() < HEADER_LEN {
-                return Err(ServeError::NoHeader { len: packet.len() });
-            }
-            // The kernel checks the header and the packet. A packet that it rejects is dropped, as on a wire.
-            if packet.len() <= MAX_PACKET
-                && let Err(error) = tap.write(packet.slices(), iovecs)
+            let mut frame = chain.readable;
+            let len = frame.len();
+            let Some(header) = frame.read_array() else { return Err(ServeError::NoHeader { len }) };
+            // A packet that is dropped here is lost as on a wire, and so is one that the kernel rejects, which checks
+            // the frame.
+            if frame.len() <= MAX_FRAME
+                && let Some(mut header) = header::checked(header, frame.len(), features)
+                && let header = VolatileSlice::from(header.as_mut_slice())
+                && let Err(error) = tap.write(iter::once(&header).chain(frame.slices()), iovecs)
                 && matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted)
             {
                 *tap_writable = error.kind() == io::ErrorKind::Interrupted;

@@ -10,7 +10,8 @@ use virtio_bindings::{
     virtio_ids::VIRTIO_ID_NET,
     virtio_net::{
         VIRTIO_NET_F_CSUM, VIRTIO_NET_F_GUEST_CSUM, VIRTIO_NET_F_GUEST_TSO4, VIRTIO_NET_F_GUEST_TSO6,
-        VIRTIO_NET_F_HOST_TSO4, VIRTIO_NET_F_HOST_TSO6, VIRTIO_NET_F_MAC, VIRTIO_NET_F_MRG_RXBUF,
+        VIRTIO_NET_F_GUEST_USO4, VIRTIO_NET_F_GUEST_USO6, VIRTIO_NET_F_HOST_TSO4, VIRTIO_NET_F_HOST_TSO6,
+        VIRTIO_NET_F_HOST_USO, VIRTIO_NET_F_MAC, VIRTIO_NET_F_MRG_RXBUF,
     },
     virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC},
 };
@@ -25,6 +26,7 @@ use super::{
 use crate::jail::ThreadRole;
 
 mod forwarding;
+mod header;
 #[allow(unsafe_code)]
 mod tap;
 #[cfg(test)]
@@ -48,6 +50,10 @@ const FEATURES: [u32; 10] = [
     VIRTIO_RING_F_INDIRECT_DESC,
     VIRTIO_RING_F_EVENT_IDX,
 ];
+
+/// USO (UDP segmentation offload) both ways. Offered if the tap device accepts [`tap::UDP_SEGMENTS`]: these came to
+/// Linux together with the type of segments in a packet's header (6.2).
+const USO_FEATURES: [u32; 3] = [VIRTIO_NET_F_GUEST_USO4, VIRTIO_NET_F_GUEST_USO6, VIRTIO_NET_F_HOST_USO];
 
 /// The thread of all network devices of a VM.
 pub type NetThread = SharedThread<ActiveCard>;
@@ -75,17 +81,25 @@ impl Drop for Net {
     }
 }
 
+/// The features that are offered on a tap device with or without USO.
+fn offered(has_uso: bool) -> u64 {
+    let uso: &[u32] = if has_uso { &USO_FEATURES } else { &[] };
+    FEATURES.iter().chain(uso).fold(0, |features, bit| features | 1 << bit)
+}
+
 /// The TUN_F_* flags of the offloads that a driver with `features` accepts. Without GUEST_CSUM there are none (virtio
-/// 1.3, 5.1.3.1).
+/// 1.3, 5.1.3.1). Linux has one switch for USO4 and USO6, and refuses one without the other.
 fn offload(features: u64) -> u32 {
     let has = |bit: u32| features & 1 << bit != 0;
     let flag = |bit, flag| if has(bit) { flag } else { 0 };
+    let uso = has(VIRTIO_NET_F_GUEST_USO4) && has(VIRTIO_NET_F_GUEST_USO6);
     if !has(VIRTIO_NET_F_GUEST_CSUM) {
         return 0;
     }
     libc::TUN_F_CSUM
         | flag(VIRTIO_NET_F_GUEST_TSO4, libc::TUN_F_TSO4)
         | flag(VIRTIO_NET_F_GUEST_TSO6, libc::TUN_F_TSO6)
+        | if uso { tap::UDP_SEGMENTS } else { 0 }
 }
 
 impl VirtioDevice for Net {
@@ -102,8 +116,10 @@ impl VirtioDevice for Net {
         VIRTIO_ID_NET
     }
 
+    /// They depend on the kernel of the host. So a clone on a host with another kernel than its template may be refused
+    /// (`snapshot/device_state.rs`).
     fn features(&self) -> u64 {
-        FEATURES.iter().fold(0, |features, bit| features | 1 << bit)
+        offered(self.tap.has_uso())
     }
 
     fn queue_sizes(&self) -> &[u16] {
@@ -131,6 +147,7 @@ impl VirtioDevice for Net {
             interrupt,
             log,
             mergeable: features & 1 << VIRTIO_NET_F_MRG_RXBUF != 0,
+            features,
             offload: offload(features),
         };
         self.thread.activate(self.id, card)?;

@@ -20,6 +20,16 @@ const GUEST: Ipv4Addr = Ipv4Addr::new(10, 9, 8, 2);
 const RX_BUFFERS: u16 = 64;
 const TX_BUFFER: u64 = BUFFERS + 0x100_0000;
 const MERGEABLE: u64 = 1 << VIRTIO_NET_F_MRG_RXBUF;
+/// Bytes of a datagram of those that are left together.
+const SEGMENT: u16 = 1000;
+/// The header of datagrams that are left together, by IPv4: NEEDS_CSUM, UDP_L4, hdr_len, gso_size, csum_start,
+/// csum_offset, num_buffers.
+const TOGETHER: [u8; HEADER_LEN] =
+    [1, 5, 42, 0, (SEGMENT & 0xff) as u8, (SEGMENT >> 8) as u8, 34, 0, 6, 0, 0, 0];
+/// What a guest needs to get such, and to send such.
+const GETS_TOGETHER: u64 =
+    1 << VIRTIO_NET_F_GUEST_CSUM | 1 << VIRTIO_NET_F_GUEST_USO4 | 1 << VIRTIO_NET_F_GUEST_USO6;
+const SENDS_TOGETHER: u64 = 1 << VIRTIO_NET_F_CSUM | 1 << VIRTIO_NET_F_HOST_USO;
 
 /// `struct ifreq`: a name, and 24 bytes for the argument.
 #[repr(C)]
@@ -96,6 +106,12 @@ impl Guest {
 
     /// Returns the next packet without its header, and the number of its buffers.
     fn receive(&mut self) -> (Vec<u8>, u16) {
+        let (_, frame, buffers) = self.receive_with_header();
+        (frame, buffers)
+    }
+
+    /// Returns the next packet's header, the packet, and the number of its buffers.
+    fn receive_with_header(&mut self) -> (Vec<u8>, Vec<u8>, u16) {
         let mut bytes = Vec::new();
         let mut expected = 1;
         let mut count = 0;
@@ -111,12 +127,17 @@ impl Guest {
             count += 1;
             self.driver.offer(RX, head, &[(addr, self.buffer as u32, WRITE)]);
         }
-        (bytes.split_off(HEADER_LEN), expected)
+        let frame = bytes.split_off(HEADER_LEN);
+        (bytes, frame, expected)
+    }
+
+    fn send(&mut self, frame: &[u8]) {
+        self.send_with([0; HEADER_LEN], frame);
     }
 
     /// Sends a frame in two buffers, as Linux does.
-    fn send(&mut self, frame: &[u8]) {
-        self.driver.write(TX_BUFFER, &[0; HEADER_LEN]);
+    fn send_with(&mut self, header: [u8; HEADER_LEN], frame: &[u8]) {
+        self.driver.write(TX_BUFFER, &header);
         self.driver.write(TX_BUFFER + 0x1000, frame);
         let first = self.tx_next % 64 * 2;
         self.tx_next += 1;
@@ -125,8 +146,9 @@ impl Guest {
         self.driver.wait_used(TX);
     }
 
-    /// Answers the host's ARP request for the address of the guest, so that the host can send packets.
-    fn answer_arp(&mut self) {
+    /// Answers the host's ARP request for the address of the guest, so that the host can send packets. Returns the
+    /// host's MAC address.
+    fn answer_arp(&mut self) -> Vec<u8> {
         self.socket.send_to(b"first", (GUEST, 7001)).unwrap();
         let (question, _) = self.receive();
         assert_eq!(question[12..14], [8, 6], "ARP");
@@ -139,6 +161,24 @@ impl Guest {
         answer[32..42].copy_from_slice(&question[22..32]);
         self.send(&answer);
         assert_eq!(self.receive().0[42..], *b"first");
+        question[6..12].to_vec()
+    }
+
+    /// Has the host send what `payload` is at once, as datagrams of SEGMENT bytes.
+    fn host_sends(&self, payload: &[u8]) {
+        let size = libc::c_int::from(SEGMENT);
+        // SAFETY: the value of UDP_SEGMENT is an int, which lives until the call has returned.
+        let result = unsafe {
+            libc::setsockopt(
+                self.socket.as_raw_fd(),
+                libc::SOL_UDP,
+                libc::UDP_SEGMENT,
+                (&raw const size).cast(),
+                size_of_val(&size) as u32,
+            )
+        };
+        assert_eq!(result, 0, "{}", io::Error::last_os_error());
+        self.socket.send_to(payload, (GUEST, 7001)).unwrap();
     }
 
     /// Sends a UDP packet from the guest to the socket of the host.
@@ -157,6 +197,19 @@ impl Guest {
         ip.extend([0, 0]); // no checksum
         [host_mac, &MAC, &[8, 0], &ip, payload].concat()
     }
+}
+
+/// The frame of datagrams that are left together: their checksum is that of the pseudo-header (virtio 1.3, 5.1.6.2).
+fn together(mut frame: Vec<u8>) -> Vec<u8> {
+    let length = [0, 17, frame[38], frame[39]];
+    let sum: u32 = frame[26..34]
+        .chunks(2)
+        .chain(length.chunks(2))
+        .map(|word| u32::from(word[0]) << 8 | u32::from(word[1]))
+        .sum();
+    let checksum = ((sum & 0xffff) + (sum >> 16)) as u16;
+    frame[40..42].copy_from_slice(&checksum.to_be_bytes());
+    frame
 }
 
 /// Runs `story` in a new thread, whose network namespace ends with it.
@@ -183,6 +236,79 @@ fn host_and_guest_talk_through_the_tap() {
             assert_eq!((&payload[..len], from), (&b"to the host"[..], (GUEST, 7001).into()));
         });
     }
+}
+
+#[test]
+fn datagrams_that_the_guest_leaves_together_are_split_by_the_host() {
+    alone(|| {
+        let mut guest = Guest::new(SENDS_TOGETHER, 16384);
+        let host_mac = guest.answer_arp();
+        let payload: Vec<u8> = (0..2500).map(|index| (index / 7) as u8).collect();
+        let frame = together(guest.udp(&host_mac, &payload));
+        guest.send_with(TOGETHER, &frame);
+        for part in payload.chunks(SEGMENT.into()) {
+            let mut came = [0; 3000];
+            let (len, from) = guest.socket.recv_from(&mut came).unwrap();
+            assert_eq!((&came[..len], from), (part, (GUEST, 7001).into()));
+        }
+    });
+}
+
+#[test]
+fn what_the_driver_has_not_negotiated_is_not_sent() {
+    alone(|| {
+        for features in [0, 1 << VIRTIO_NET_F_CSUM, 1 << VIRTIO_NET_F_HOST_USO] {
+            let mut guest = Guest::new(features, 16384);
+            let host_mac = guest.answer_arp();
+            let frame = together(guest.udp(&host_mac, &[7; 2500]));
+            guest.send_with(TOGETHER, &frame);
+            guest.send(&guest.udp(&host_mac, b"alone"));
+            let mut came = [0; 3000];
+            let (len, _) = guest.socket.recv_from(&mut came).unwrap();
+            assert_eq!(came[..len], *b"alone", "{features:#x}");
+        }
+    });
+}
+
+#[test]
+fn datagrams_that_the_host_leaves_together_are_split_by_the_guest() {
+    alone(|| {
+        let payload: Vec<u8> = (0..60_000).map(|index| (index / 7) as u8).collect();
+        for buffer in [65_562, 1500] {
+            let mut guest = Guest::new(GETS_TOGETHER | MERGEABLE, buffer);
+            guest.answer_arp();
+            guest.host_sends(&payload);
+            let (header, frame, buffers) = guest.receive_with_header();
+            assert_eq!((header[0], header[1], buffers), (1, 5, (60_054u64.div_ceil(buffer)) as u16));
+            assert_eq!([header[4], header[5]], SEGMENT.to_le_bytes());
+            assert!(frame[42..] == payload);
+        }
+    });
+}
+
+#[test]
+fn a_guest_that_cannot_split_datagrams_gets_each() {
+    alone(|| {
+        for features in [0, GETS_TOGETHER & !(1 << VIRTIO_NET_F_GUEST_USO6)] {
+            let mut guest = Guest::new(features | MERGEABLE, 16384);
+            guest.answer_arp();
+            let payload: Vec<u8> = (0..2500).map(|index| (index / 7) as u8).collect();
+            guest.host_sends(&payload);
+            for part in payload.chunks(SEGMENT.into()) {
+                let (header, frame, _) = guest.receive_with_header();
+                assert_eq!((header[1], &frame[42..]), (0, part));
+            }
+        }
+    });
+}
+
+#[test]
+fn uso_is_offered_if_the_kernel_has_it() {
+    let uso = 1 << VIRTIO_NET_F_GUEST_USO4 | 1 << VIRTIO_NET_F_GUEST_USO6 | 1 << VIRTIO_NET_F_HOST_USO;
+    assert_eq!(offered(true), offered(false) | uso);
+    assert_eq!(offered(false) & uso, 0);
+    // The unit tests of the VMM need Linux 6.12, which has it.
+    alone(move || assert_eq!(card(1500).features(), offered(true)));
 }
 
 #[test]
@@ -332,6 +458,11 @@ fn the_tap_leaves_undone_what_the_driver_can_do() {
     assert_eq!(offload(feature(VIRTIO_NET_F_GUEST_TSO4)), 0);
     assert_eq!(offload(checksum), libc::TUN_F_CSUM);
     assert_eq!(offload(checksum | feature(VIRTIO_NET_F_GUEST_TSO6)), libc::TUN_F_CSUM | libc::TUN_F_TSO6);
+    assert_eq!(offload(GETS_TOGETHER), libc::TUN_F_CSUM | libc::TUN_F_USO4 | libc::TUN_F_USO6);
+    // The kernel would refuse one without the other.
+    for one in [VIRTIO_NET_F_GUEST_USO4, VIRTIO_NET_F_GUEST_USO6] {
+        assert_eq!(offload(checksum | feature(one)), libc::TUN_F_CSUM);
+    }
 }
 
 #[test]
