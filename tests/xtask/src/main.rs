@@ -29,6 +29,7 @@ mod outcomes;
 mod package;
 mod page;
 mod phases;
+mod places;
 mod progress;
 mod recording;
 mod rig;
