@@ -68,7 +68,8 @@ pub(crate) enum Command {
         /// Serves the metrics by HTTP at this address until SIGTERM or SIGINT, with the path /metrics.
         ///
         /// It is ADDRESS:PORT or unix:/PATH. Whoever can connect can read the metrics. Only root can connect to the
-        /// Unix socket.
+        /// Unix socket. With port 0, the host's kernel chooses a free one. The line on standard output says what is
+        /// used: "serving metrics at http://127.0.0.1:9659/metrics", or "serving metrics at unix:/PATH".
         #[arg(long, value_name = "ENDPOINT")]
         listen: Option<Endpoint>,
     },

@@ -71,6 +71,20 @@ pub(crate) enum CommandError {
          `disabled_plugins`"
     )]
     ConfigVersion { path: PathBuf },
+    #[error(
+        "{path}: it disables the CRI plugin of containerd, which only Kubernetes needs; ctr and docker use Bulkhead \
+         without `bulkhead install`; for Kubernetes, remove `{name}` from `disabled_plugins` there, and run this again"
+    )]
+    CriDisabled { path: PathBuf, name: String },
+    #[error(
+        "{path}: it has no version = 2 or version = 3, and {generator} generates it; put the version at the beginning \
+         of your template beside it, if you have one, or update {generator}, and start it again"
+    )]
+    GeneratedVersion { path: PathBuf, generator: &'static str },
+    #[error(
+        "there is no {path}, which {generator} generates when it starts; start {generator} first, and run this again"
+    )]
+    NotGenerated { path: PathBuf, generator: &'static str },
     #[error("{path}: the handler {handler} is there already, but for the runtime {runtime}; remove it first")]
     OtherHandler { path: PathBuf, handler: String, runtime: String },
     #[error(

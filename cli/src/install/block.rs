@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use toml::Table;
 
 use crate::{
-    containerd::{CRI_V2, CRI_V3, RUNTIME, handlers},
+    containerd::{CRI_V2, CRI_V3, RUNTIME, disabled_cri, handlers},
     error::CommandError,
 };
 
@@ -82,6 +82,11 @@ impl Version {
         tables
     }
 
+    /// What makes a configuration of nothing, or of what is the same in each version.
+    fn whole(self) -> String {
+        format!("version = {}\n{}", self.number(), self.handlers(true))
+    }
+
     /// A file of its own.
     pub(super) fn file(self, with_runc: bool) -> String {
         format!("{FILE}version = {}\n{}", self.number(), self.handlers(with_runc))
@@ -100,14 +105,26 @@ pub(super) enum Change {
 }
 
 /// How the handlers come into the configuration `text`, which is at `path`. `imported` is the directory of containerd 2
-/// for files of their own, if the configuration imports it.
-pub(super) fn add(path: &Path, text: &str, imported: &Path) -> Result<Change, CommandError> {
+/// for files of their own, if the configuration imports it. `by_default` is the version for a configuration that has
+/// none, and says nothing that depends on it.
+pub(super) fn add(
+    path: &Path,
+    text: &str,
+    imported: &Path,
+    by_default: impl FnOnce() -> Result<Version, CommandError>,
+) -> Result<Change, CommandError> {
     let without = remove(path, text)?;
     let configuration = parse(path, &without)?;
     let version = match Version::of(path, &configuration) {
         Ok(version) => version,
         Err(_) if text != without => return add_to_whole(path, text),
-        Err(error) => return Err(error),
+        Err(error) if !is_of_any_version(&configuration) => return Err(error),
+        Err(_) => {
+            if let Some(name) = disabled_cri(&configuration) {
+                return Err(CommandError::CriDisabled { path: path.into(), name: name.into() });
+            }
+            return Ok(Change::Text(with_block(text, &by_default()?.whole())));
+        }
     };
     let with_runc = handlers(&configuration).is_empty();
     if let Some(runtime) = handlers(&configuration).get("bulkhead") {
@@ -131,7 +148,7 @@ fn add_to_whole(path: &Path, text: &str) -> Result<Change, CommandError> {
     let version = Version::of(path, &parse(path, text)?)?;
     let Some((begin, end)) = place(path, text)? else { return Ok(Change::None) };
     let (before, after) = (text.get(..begin).unwrap_or_default(), text.get(end..).unwrap_or_default());
-    let new = format!("{before}{}{after}", whole(version));
+    let new = format!("{}{after}", with_block(before, &version.whole()));
     parse(path, &new)?;
     Ok(if new == text { Change::None } else { Change::Text(new) })
 }
@@ -180,7 +197,22 @@ fn with_block(text: &str, added: &str) -> String {
 
 /// A configuration of nothing else, for a host where there is none.
 pub(super) fn whole(version: Version) -> String {
-    format!("{BEGIN}\nversion = {}\n{}{END}\n", version.number(), version.handlers(true))
+    with_block("", &version.whole())
+}
+
+/// Whether a configuration without a version means the same in each. containerd takes it for one of the first version,
+/// whose tables of plugins have other names. What is added begins with the version, so it must not come after a table.
+fn is_of_any_version(configuration: &Table) -> bool {
+    // A plugin that is disabled has another name in the second version. `disabled_cri` finds what is disabled here.
+    let is_known = |(key, value): (&String, &toml::Value)| match key.as_str() {
+        "root" | "state" | "temp" | "oom_score" => !value.is_table(),
+        "disabled_plugins" => {
+            let mut names = value.as_array().into_iter().flatten().filter_map(toml::Value::as_str);
+            names.all(|name| name == "cri" || name.starts_with("io.containerd."))
+        }
+        _ => false,
+    };
+    configuration.iter().all(is_known)
 }
 
 /// The configuration `text` without the block.
@@ -271,11 +303,11 @@ mod tests {
     const IMPORTED: &str = "/etc/containerd/conf.d";
 
     fn added(text: &str) -> Change {
-        add(Path::new(PATH), text, Path::new(IMPORTED)).unwrap()
+        add(Path::new(PATH), text, Path::new(IMPORTED), || Ok(Version::V2)).unwrap()
     }
 
     fn refused(text: &str) -> String {
-        add(Path::new(PATH), text, Path::new(IMPORTED)).unwrap_err().to_string()
+        add(Path::new(PATH), text, Path::new(IMPORTED), || Ok(Version::V2)).unwrap_err().to_string()
     }
 
     fn removed(text: &str) -> String {
@@ -312,6 +344,23 @@ mod tests {
         assert_eq!(removed(&format!("{new}[debug]\n")), "version = 2\n[debug]\n");
         let older = new.replace("runtime_type", "# older\n  runtime_type");
         assert_eq!(added(&older), Change::Text(new), "an upgrade writes the new block");
+    }
+
+    #[test]
+    fn a_configuration_without_a_version_gets_one_if_that_changes_nothing() {
+        for text in ["", "# all is a comment", "oom_score = -999\n", "root = '/r'\nstate = '/s'"] {
+            for version in [Version::V2, Version::V3] {
+                let add =
+                    |text: &str| add(Path::new(PATH), text, Path::new(IMPORTED), || Ok(version)).unwrap();
+                let Change::Text(new) = add(text) else { panic!("nothing is added to {text:?}") };
+                let configuration: Table = toml::from_str(&new).unwrap();
+                assert_eq!(Version::of(Path::new(PATH), &configuration).unwrap(), version, "{new}");
+                assert_eq!(handlers(&configuration).get("bulkhead").map(String::as_str), Some(RUNTIME));
+                assert_eq!(handlers(&configuration).get("runc").map(String::as_str), Some(RUNC));
+                assert_eq!((add(&new), removed(&new).as_str()), (Change::None, text), "a second time");
+                assert_eq!(add(&new.replace(RUNTIME, "old")), Change::Text(new.clone()), "an upgrade");
+            }
+        }
     }
 
     #[test]
@@ -365,8 +414,19 @@ mod tests {
 
     #[test]
     fn what_cannot_be_configured_is_refused() {
-        let of_docker = "disabled_plugins = [\"cri\"]\n";
-        for text in ["", "version = 1\n", of_docker] {
+        let of_docker = "# of docker's package\ndisabled_plugins = [\"cri\"]\n# root = '/'\n";
+        let error = refused(of_docker);
+        assert!(error.contains("ctr and docker use Bulkhead without `bulkhead install`"), "{error}");
+        assert!(error.contains("for Kubernetes, remove `cri` from `disabled_plugins`"), "{error}");
+        // containerd takes these for the first version. Another version would change what they say.
+        for text in [
+            "version = 1\n",
+            "[plugins.cri]\n",
+            "[debug]\nlevel = 'info'\n",
+            "imports = ['/etc/x.toml']\n",
+            "disabled_plugins = ['btrfs']\n",
+            "required_plugins = ['cri']\n",
+        ] {
             let (problem, remedy) = (
                 "it has no version = 2 or version = 3",
                 "`containerd config default > /etc/containerd/config.toml`",

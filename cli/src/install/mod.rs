@@ -171,11 +171,22 @@ fn configure(out: &mut impl Write, options: &Options, containerd: &Containerd) -
     let old = read(&main)?;
     let (drop_in, imported) = options.drop_in(containerd);
     let (place, change) = match (&old, containerd.generator()) {
-        (Some(text), None) => (main.clone(), block::add(&main, text, &imported)?),
-        (Some(text), Some(_)) => {
+        (Some(text), None) => {
+            let by_default = || match options.root {
+                // Each containerd reads this one.
+                Some(_) => Ok(Version::V2),
+                None => version_of(containerd, options),
+            };
+            (main.clone(), block::add(&main, text, &imported, by_default)?)
+        }
+        (Some(text), Some(generator)) => {
             let template = |version| main.with_file_name(template_of(version));
             let read = |version| Ok((template(version), read(&template(version))?));
-            let (version, change) = block::add_to_generated(&main, text, &imported, read)?;
+            let added = block::add_to_generated(&main, text, &imported, read);
+            let (version, change) = added.map_err(|error| match error {
+                CommandError::ConfigVersion { path } => CommandError::GeneratedVersion { path, generator },
+                other => other,
+            })?;
             (template(version), change)
         }
         // A file that no containerd reads would configure nothing.
@@ -183,11 +194,7 @@ fn configure(out: &mut impl Write, options: &Options, containerd: &Containerd) -
             return Err(CommandError::NoContainerdConfig { path: main });
         }
         (None, None) => (main.clone(), Change::Text(block::whole(version_of(containerd, options)?))),
-        (None, Some(generator)) => {
-            let reason =
-                format!("there is no {}, which {generator} generates when it starts", main.display());
-            return Err(CommandError::NoContainerd { reason });
-        }
+        (None, Some(generator)) => return Err(CommandError::NotGenerated { path: main, generator }),
     };
     let (path, text) = match change {
         Change::None => {
@@ -483,7 +490,12 @@ mod tests {
 
     #[test]
     fn what_is_installed_is_uninstalled_without_a_trace() {
-        for configuration in ["version = 2\n", "version = 3\nimports = ['/etc/containerd/conf.d/*.toml']\n"] {
+        for configuration in [
+            "version = 2\n",
+            "version = 3\nimports = ['/etc/containerd/conf.d/*.toml']\n",
+            // Without a version.
+            "# root = '/var/lib/containerd'",
+        ] {
             let dir = tempfile::tempdir().unwrap();
             let root = dir.path();
             fs::create_dir_all(root.join("etc/containerd/conf.d")).unwrap();
@@ -642,7 +654,17 @@ mod tests {
         let path = "/data/k3s/agent/etc/containerd/config.toml";
         let options = Options { containerd_config: Some(path.into()), ..options(dir.path()) };
         let error = install(&mut Vec::new(), &options).unwrap_err().to_string();
-        assert!(error.contains("which k3s generates when it starts"), "{error}");
+        let remedy = "which k3s generates when it starts; start k3s first";
+        assert!(error.contains(remedy) && !error.contains("install"), "{error}");
+        let generated = dir.path().join("data/k3s/agent/etc/containerd/config.toml");
+        fs::create_dir_all(generated.parent().unwrap()).unwrap();
+        fs::write(&generated, "[plugins.opt]\n").unwrap();
+        let error = install(&mut Vec::new(), &options).unwrap_err().to_string();
+        assert!(
+            error.contains("k3s generates it; put the version at") && !error.contains("default"),
+            "{error}"
+        );
+        assert_eq!(fs::read_to_string(generated).unwrap(), "[plugins.opt]\n");
     }
 
     #[test]

@@ -6,7 +6,7 @@ use std::{
     fmt::{Display, Write},
 };
 
-use bulkhead_host_shim::operator::{Node, PodState, Sample, TemplateState, VERSION};
+use bulkhead_host_shim::operator::{Node, PodState, Pressure, Sample, TemplateState, VERSION};
 
 /// What a client is told that the text is.
 pub(super) const CONTENT_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
@@ -288,6 +288,32 @@ impl Exposition {
         let times = pods.iter().filter_map(|sample| Some((of(sample), sample.usage.cgroup.cpu_seconds?)));
         let help = "Processor time that is charged to the cgroup of the pod on the host.";
         self.metric("bulkhead_pod_cgroup_cpu_seconds_total", help, Kind::Counter, times);
+        self.pressure(pods);
+    }
+
+    /// How long the pods lacked something. There is no value if the host does not say it.
+    fn pressure(&mut self, pods: &[Sample]) {
+        let of_resources = |seconds: fn(&Pressure) -> Option<f64>| {
+            let resources = pods.iter().flat_map(|sample| {
+                let cgroup = &sample.usage.cgroup;
+                let pressures = [
+                    ("cpu", cgroup.cpu_pressure),
+                    ("memory", cgroup.memory_pressure),
+                    ("io", cgroup.io_pressure),
+                ];
+                pressures.map(|(resource, pressure)| (sample, resource, pressure))
+            });
+            resources.filter_map(move |(sample, resource, pressure)| {
+                Some((of_with(sample, "resource", resource), seconds(&pressure)?))
+            })
+        };
+        let help = "How long a thread of the cgroup of the pod on the host has waited for a resource that was short.";
+        let times = of_resources(|pressure| pressure.waiting_seconds);
+        self.metric("bulkhead_pod_cgroup_pressure_waiting_seconds_total", help, Kind::Counter, times);
+        let help =
+            "How long all busy threads of the cgroup of the pod on the host have waited for such a resource.";
+        let times = of_resources(|pressure| pressure.stalled_seconds);
+        self.metric("bulkhead_pod_cgroup_pressure_stalled_seconds_total", help, Kind::Counter, times);
     }
 
     fn gauge<V: Display>(&mut self, name: &str, help: &str, values: impl IntoIterator<Item = (Labels, V)>) {

@@ -36,7 +36,7 @@ impl FromStr for Endpoint {
                     Ok(Self::Tcp(text.into()))
                 }
                 Some((host, port)) if !host.is_empty() && is_number(port) => {
-                    Err(format!("the port {port} is not between 1 and 65535"))
+                    Err(format!("the port {port} is not between 0 and 65535"))
                 }
                 _ => Err("expected ADDRESS:PORT or unix:/PATH".into()),
             },
@@ -101,12 +101,13 @@ mod tests {
     #[test]
     fn an_endpoint_is_an_address_or_a_socket() {
         assert_eq!("127.0.0.1:9659".parse(), Ok(Endpoint::Tcp("127.0.0.1:9659".into())));
+        assert_eq!("127.0.0.1:0".parse(), Ok(Endpoint::Tcp("127.0.0.1:0".into())));
         assert_eq!("[::1]:9659".parse(), Ok(Endpoint::Tcp("[::1]:9659".into())));
         assert_eq!("unix:/run/m.sock".parse(), Ok(Endpoint::Unix("/run/m.sock".into())));
         for wrong in ["", "9659", ":9659", "host:", "host:70000", "unix:m.sock", "/run/m.sock"] {
             assert!(wrong.parse::<Endpoint>().is_err(), "{wrong}");
         }
         let error = "127.0.0.1:99999".parse::<Endpoint>();
-        assert_eq!(error, Err("the port 99999 is not between 1 and 65535".into()));
+        assert_eq!(error, Err("the port 99999 is not between 0 and 65535".into()));
     }
 }

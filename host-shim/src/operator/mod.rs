@@ -28,7 +28,7 @@ pub use start::start_record;
 pub use templates::{
     Template, TemplateState, largest_template_mib, remove_all_templates, remove_template, templates,
 };
-pub use usage::{CgroupUsage, CpuUsage, NetworkUsage, Usage};
+pub use usage::{CgroupUsage, CpuUsage, NetworkUsage, Pressure, Usage};
 
 pub use crate::{
     host::state_dir::{CONSOLE, STATE_ROOT},

@@ -87,6 +87,22 @@ pub struct CgroupUsage {
     pub memory_limit_bytes: Option<u64>,
     /// How often the host's kernel has killed a process of the cgroup, because its memory was short.
     pub oom_kills: Option<u64>,
+    /// How long it has lacked processors.
+    pub cpu_pressure: Pressure,
+    /// How long it has lacked memory.
+    pub memory_pressure: Pressure,
+    /// How long it has waited for storage.
+    pub io_pressure: Pressure,
+}
+
+/// How long threads of a cgroup have waited because a resource was short (pressure stall information,
+/// Documentation/accounting/psi.rst). None: the host's kernel does not say.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+pub struct Pressure {
+    /// How long at least one thread has waited, in seconds.
+    pub waiting_seconds: Option<f64>,
+    /// How long all threads that had something to do have waited at the same time, in seconds.
+    pub stalled_seconds: Option<f64>,
 }
 
 /// Where KVM keeps its counters of VMs: PID-DESCRIPTOR.
@@ -202,8 +218,28 @@ fn cgroup(procs: &[PathBuf]) -> CgroupUsage {
         usage.memory_limit_bytes = usage.memory_limit_bytes.or(limit.filter(|bytes| *bytes < 1 << 60));
         let kills = in_file("memory.events", "oom_kill");
         usage.oom_kills = usage.oom_kills.or(kills).or_else(|| in_file("memory.oom_control", "oom_kill"));
+        for (pressure, name) in [
+            (&mut usage.cpu_pressure, "cpu.pressure"),
+            (&mut usage.memory_pressure, "memory.pressure"),
+            (&mut usage.io_pressure, "io.pressure"),
+        ] {
+            // Only a hierarchy of version 2 has it. If the host has turned it off, the file may not be read.
+            if let Some(text) = read(&directory.join(name)) {
+                *pressure = self::pressure(&text);
+            }
+        }
     }
     usage
+}
+
+/// What a file such as `io.pressure` says. Before Linux 5.13 that of processors has no line `full`.
+fn pressure(text: &str) -> Pressure {
+    let seconds = |kind: &str| {
+        let line = text.lines().find_map(|line| line.strip_prefix(kind)?.strip_prefix(' '))?;
+        let micros = line.split(' ').find_map(|field| field.strip_prefix("total=")?.parse::<u64>().ok())?;
+        Some(micros as f64 / 1e6)
+    };
+    Pressure { waiting_seconds: seconds("some"), stalled_seconds: seconds("full") }
 }
 
 /// What a VMM has answered.
@@ -309,6 +345,7 @@ mod tests {
             memory_bytes: Some(4096),
             memory_limit_bytes: None,
             oom_kills: Some(2),
+            ..CgroupUsage::default()
         };
         assert_eq!(cgroup(&procs), expected);
         for name in ["cpu.stat", "memory.current", "memory.max", "memory.events"] {
@@ -319,6 +356,25 @@ mod tests {
         write("memory.limit_in_bytes", "9223372036854771712\n");
         write("memory.oom_control", "oom_kill_disable 0\noom_kill 2\n");
         assert_eq!(cgroup(&procs), expected);
+    }
+
+    #[test]
+    fn pressure_is_known_only_if_the_kernel_says_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let procs = [dir.path().join("cgroup.procs")];
+        let write = |name: &str, text: &str| fs::write(dir.path().join(name), text).unwrap();
+        let some = "some avg10=1.00 avg60=0.00 avg300=0.00 total=2500000\n";
+        write("cpu.pressure", some);
+        write("memory.pressure", &format!("{some}full avg10=0.00 avg60=0.00 avg300=0.00 total=0\n"));
+        let expected = CgroupUsage {
+            cpu_pressure: Pressure { waiting_seconds: Some(2.5), stalled_seconds: None },
+            memory_pressure: Pressure { waiting_seconds: Some(2.5), stalled_seconds: Some(0.0) },
+            ..CgroupUsage::default()
+        };
+        assert_eq!(cgroup(&procs), expected);
+        for unknown in ["", "some\n", "some avg10=0.00 total=\n", "something total=1\n", "full total=-1\n"] {
+            assert_eq!(pressure(unknown), Pressure::default(), "{unknown}");
+        }
     }
 
     #[test]

@@ -10,8 +10,10 @@ use clap::{Args, ValueEnum};
 
 use crate::cache::Cache;
 use crate::dist::{self, Profile, source_dir};
+use crate::kernel;
 use crate::oci::IMAGE;
 use crate::page::day;
+use crate::phases::Phases;
 use crate::progress::step;
 use crate::recording::{PROMPT, Recording};
 use crate::rig::{Accelerator, Io, Limit, Payload, Rig, Session};
@@ -64,26 +66,39 @@ pub(crate) struct DemoArguments {
     record: bool,
 }
 
-/// Sets up everything and shows it. Fails if the result is not as expected.
-pub(crate) fn run(cache: &Cache, tools: &Tools, arguments: &DemoArguments) -> Result<()> {
+/// Sets up everything and shows it, and says at the end where the time went. Fails if the result is not as expected.
+pub(crate) fn run(cache: &Cache, arguments: &DemoArguments) -> Result<()> {
+    let mut phases = Phases::default();
+    let shown = show(cache, arguments, &mut phases);
+    // On stderr, as the steps: it is about the setup, and not what the demo shows.
+    eprint!("\n{phases}");
+    shown
+}
+
+fn show(cache: &Cache, arguments: &DemoArguments, phases: &mut Phases) -> Result<()> {
     ensure!(
         !arguments.record || matches!(arguments.what, Demo::Container),
         "only the first demo is recorded"
     );
     // Programs that take long to build are smaller. Only one demo shows a size.
     let profile = if matches!(arguments.what, Demo::Density) { Profile::Shipped } else { Profile::Quick };
-    let payload = Payload::new(cache, &[dist::build(cache, tools, profile)?.put()])?;
-    let rig = Rig::ensure(cache, tools)?;
-    let session = step("starting the host", || rig.start(&payload))?;
+    let tools = &phases.time("the tool root: QEMU, kernel source, compiler", || Tools::ensure(cache))?;
+    // What builds the programs takes it from the cache.
+    phases.time("the guest kernel", || kernel::build(cache, tools))?;
+    let programs = || Payload::new(cache, &[dist::build(cache, tools, profile)?.put()]);
+    let payload = phases.time("the programs of Bulkhead and of the tests", programs)?;
+    let rig = phases.time("the host: its disk and its first boot", || Rig::ensure(cache, tools))?;
+    let session = phases.time("starting the host", || step("starting the host", || rig.start(&payload)))?;
     let mut stage = Stage { session, recording: Recording::begin() };
     stage.say(&format!("The host of this demo is {}.\n", Accelerator::describe()));
     let host_kernel = stage.show("uname -r", 0)?;
-    match arguments.what {
-        Demo::Container => show_container(&mut stage, &host_kernel)?,
-        Demo::Pod => drop(stage.show(POD, 0)?),
-        Demo::Hostile => drop(stage.show_within(ATTACKS, 0, LONG_LIMIT)?),
-        Demo::Density => drop(stage.show_within(DENSITY, 0, LONG_LIMIT)?),
-    }
+    let story = || match arguments.what {
+        Demo::Container => show_container(&mut stage, &host_kernel),
+        Demo::Pod => stage.show(POD, 0).map(drop),
+        Demo::Hostile => stage.show_within(ATTACKS, 0, LONG_LIMIT).map(drop),
+        Demo::Density => stage.show_within(DENSITY, 0, LONG_LIMIT).map(drop),
+    };
+    phases.time("what was shown", story)?;
     stage.session.finish();
     if arguments.record {
         record(&stage.recording)?;

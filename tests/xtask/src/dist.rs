@@ -1,6 +1,6 @@
 //! What is shipped: the static binaries, the guest kernel and its initramfs, and what the tests need beside them.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -10,6 +10,7 @@ use anyhow::{Context, Result, bail};
 
 use crate::cache::{self, Cache, Key};
 use crate::kernel::{self, Kernel};
+use crate::places;
 use crate::rig::Put;
 use crate::tools::Tools;
 use crate::{initramfs, oci};
@@ -24,6 +25,9 @@ pub(crate) const BIN: &str = "usr/local/bin";
 /// The packages whose programs are shipped.
 pub(crate) const SHIPPED: [&str; 4] =
     ["bulkhead-vmm", "bulkhead-agent", "bulkhead-host-shim", "bulkhead-cli"];
+
+/// The programs that are shipped.
+const PROGRAMS: [&str; 4] = ["bulkhead-vmm", "bulkhead-agent", "containerd-shim-bulkhead-v2", "bulkhead"];
 
 /// The tests that `bulkhead run` runs as cargo's test runner.
 const SAMPLE: &str = "tests/e2e/sample/tests.rs";
@@ -99,7 +103,13 @@ pub(crate) fn build(cache: &Cache, tools: &Tools, profile: Profile) -> Result<Di
     let root = target_dir().join("dist");
     fs::create_dir_all(target_dir()).context("cannot make the target directory")?;
     let lock = cache::lock(&target_dir().join("dist.lock"), "dist")?;
-    let built = cargo_build(&packages, profile)?;
+    // What ships has the same bytes wherever it is built. A trial keeps the paths by which an editor finds a file.
+    let flags = if profile == Profile::Shipped { places::renaming()? } else { Vec::new() };
+    let built = cargo_build(&packages, profile, flags)?;
+    if profile == Profile::Shipped {
+        let programs = PROGRAMS.map(|program| built.join(program));
+        programs.iter().try_for_each(|program| places::check(program))?;
+    }
     cache::remove(&root)?;
     let install = |from: &Path, to: &str, mode: u32| install(from, &root.join(to), mode);
     for program in ["containerd-shim-bulkhead-v2", "bulkhead"] {
@@ -138,9 +148,10 @@ fn build_sample(to: &Path) -> Result<()> {
 /// Builds the runner of the inner host.
 ///
 /// By itself: among other packages it would be built with the features that those need, and a change of those would
-/// make the saved state of the inner host stale.
+/// make the saved state of the inner host stale. It is not shipped, so it may name the places of this machine. Its bytes
+/// are part of the conditions under which cases passed on runc.
 pub(crate) fn rig_runner() -> Result<PathBuf> {
-    Ok(cargo_build(&["rig-runner"], Profile::Shipped)?.join("rig-runner"))
+    Ok(cargo_build(&["rig-runner"], Profile::Shipped, Vec::new())?.join("rig-runner"))
 }
 
 /// The root of the source tree.
@@ -161,15 +172,17 @@ pub(crate) fn target_dir() -> PathBuf {
     std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| source_dir().join("target"), PathBuf::from)
 }
 
-/// Builds static binaries of the packages, and returns the directory they are in.
-fn cargo_build(packages: &[&str], profile: Profile) -> Result<PathBuf> {
+/// Builds static binaries of the packages with further flags of rustc, and returns the directory they are in.
+fn cargo_build(packages: &[&str], profile: Profile, flags: Vec<OsString>) -> Result<PathBuf> {
     let target_dir = target_dir();
     let mut cargo = cargo();
     cargo.args(["build", "--locked", "--profile", profile.name(), "--target", TARGET]);
     cargo.arg("--target-dir").arg(&target_dir);
     cargo.args(packages.iter().flat_map(|package| ["--package", package]));
     // With an explicit target, these flags are not those of build scripts and macros, which must be dynamic.
-    cargo.env("RUSTFLAGS", "-C target-feature=+crt-static");
+    let flags = ["-C", "target-feature=+crt-static"].map(OsString::from).into_iter().chain(flags);
+    // With this separator, a path in a flag may have a space.
+    cargo.env("CARGO_ENCODED_RUSTFLAGS", flags.collect::<Vec<_>>().join(OsStr::new("\u{1f}")));
     let status = cargo.status().context("cannot run cargo")?;
     if !status.success() {
         bail!("cargo could not build {}", packages.join(", "));

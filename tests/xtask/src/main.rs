@@ -28,6 +28,8 @@ mod oci;
 mod outcomes;
 mod package;
 mod page;
+mod phases;
+mod places;
 mod progress;
 mod recording;
 mod rig;
@@ -149,7 +151,7 @@ fn run(task: Task) -> Result<u8> {
     let cache = Cache::open()?;
     let tools = || Tools::ensure(&cache);
     match task {
-        Task::Demo(arguments) => demo::run(&cache, &tools()?, &arguments)?,
+        Task::Demo(arguments) => demo::run(&cache, &arguments)?,
         Task::Bench(arguments) => bench::run(&cache, &tools()?, &arguments)?,
         Task::Faults(arguments) => return faults::run(&cache, &tools()?, &arguments),
         Task::Test(arguments) => return test::run(&cache, &arguments),

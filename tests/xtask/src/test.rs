@@ -1,13 +1,12 @@
 //! `cargo xtask test`: the unit tests, and the end-to-end tests in the rig or on this machine.
 
-use std::fmt;
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::ops::AddAssign;
 use std::path::Path;
 use std::process::{Command, ExitStatus, Stdio};
 use std::thread::{self, JoinHandle};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::SystemTime;
 
 use anyhow::{Context, Result, anyhow, ensure};
 use clap::{Args, ValueEnum};
@@ -19,6 +18,7 @@ use crate::dist::{Profile, cargo, source_dir};
 use crate::e2e::{E2e, Job, Place, Run, Runtime};
 use crate::named::{self, Named, Tree};
 use crate::outcomes::Outcome;
+use crate::phases::Phases;
 use crate::progress;
 use crate::rig;
 
@@ -217,32 +217,6 @@ fn describe(job: &Job, run: &Run) {
         println!(
             "{name}: {remembered} cases did not run: they passed in an earlier run under the same conditions"
         );
-    }
-}
-
-/// How long the parts of a run took, in their order.
-#[derive(Default)]
-struct Phases(Vec<(String, Duration)>);
-
-impl Phases {
-    fn time<T>(&mut self, what: &str, phase: impl FnOnce() -> T) -> T {
-        let started = Instant::now();
-        let result = phase();
-        self.add(what, started.elapsed());
-        result
-    }
-
-    fn add(&mut self, what: &str, took: Duration) {
-        self.0.push((what.to_owned(), took));
-    }
-}
-
-impl fmt::Display for Phases {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(formatter, "time:")?;
-        self.0
-            .iter()
-            .try_for_each(|(what, took)| writeln!(formatter, "{:>8.1} s  {what}", took.as_secs_f64()))
     }
 }
 

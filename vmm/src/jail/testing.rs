@@ -11,36 +11,61 @@ use std::{
 const DRILL: &str = "BULKHEAD_DRILL";
 
 /// How a drill ended.
-pub(crate) struct End(Output);
+pub(crate) struct End {
+    drill: String,
+    output: Output,
+}
 
 /// Executes the running test again in a process of its own, which runs `body`, and judges how that process ended.
 pub(crate) fn drill(body: impl FnOnce(), judge: impl FnOnce(End)) {
-    if env::var_os(DRILL).is_some() {
-        return body();
+    match env::var_os(DRILL) {
+        Some(_) => body(),
+        None => judge(in_process("1")),
     }
+}
+
+/// The same for each of the numbers, in a process of its own.
+pub(crate) fn drill_for_each(
+    numbers: impl IntoIterator<Item = i32>,
+    body: impl FnOnce(i32),
+    judge: impl Fn(End),
+) {
+    match env::var(DRILL) {
+        Ok(number) => body(number.parse().unwrap()),
+        Err(_) => numbers.into_iter().for_each(|number| judge(in_process(&number.to_string()))),
+    }
+}
+
+/// Executes the running test again, as a drill.
+fn in_process(drill: &str) -> End {
     let test = thread::current().name().expect("a test's thread has the test's name").to_owned();
     let output = Command::new(env::current_exe().unwrap())
         .args(["--exact", &test, "--nocapture", "--test-threads=1"])
-        .env(DRILL, "1")
+        .env(DRILL, drill)
         .output()
         .unwrap();
     assert!(String::from_utf8_lossy(&output.stdout).contains("running 1 test"), "{test} runs no drill");
-    judge(End(output));
+    End { drill: drill.to_owned(), output }
 }
 
 impl End {
     /// `body` returned.
     pub(crate) fn succeeds(self) {
-        assert!(self.0.status.success(), "{}", self.output());
+        assert!(self.output.status.success(), "{}", self.described());
     }
 
     /// The kernel killed the process for a forbidden system call.
     pub(crate) fn was_killed(self) {
-        assert_eq!(self.0.status.signal(), Some(libc::SIGSYS), "{}", self.output());
+        assert_eq!(self.output.status.signal(), Some(libc::SIGSYS), "{}", self.described());
     }
 
-    fn output(&self) -> String {
-        let Output { status, stdout, stderr } = &self.0;
-        format!("{status}\n{}{}", String::from_utf8_lossy(stdout), String::from_utf8_lossy(stderr))
+    fn described(&self) -> String {
+        let Output { status, stdout, stderr } = &self.output;
+        let drill = &self.drill;
+        format!(
+            "drill {drill}: {status}\n{}{}",
+            String::from_utf8_lossy(stdout),
+            String::from_utf8_lossy(stderr)
+        )
     }
 }

@@ -4,7 +4,7 @@ use std::{
 };
 
 use bulkhead_host_shim::operator::{
-    BlockCounts, Cause, CgroupUsage, CpuUsage, DeviceCounts, NetworkUsage, Origin, Phase, Sampler,
+    BlockCounts, Cause, CgroupUsage, CpuUsage, DeviceCounts, NetworkUsage, Origin, Phase, Pressure, Sampler,
     StartRecord, Step,
 };
 
@@ -28,6 +28,9 @@ fn node(id: &str) -> Node {
         memory_bytes: Some(3 << 20),
         memory_limit_bytes: Some(4 << 20),
         oom_kills: Some(0),
+        cpu_pressure: Pressure { waiting_seconds: Some(0.5), stalled_seconds: None },
+        memory_pressure: Pressure::default(),
+        io_pressure: Pressure { waiting_seconds: Some(2.0), stalled_seconds: Some(0.0) },
     };
     sample.usage.cpu = Some(CpuUsage { vcpu: 1.5, fs: 0.0, other: 0.25 });
     sample.usage.file_requests = vec![("share".into(), u64::MAX)];
@@ -167,6 +170,9 @@ fn numbers_have_base_units_and_the_labels_of_their_pod() {
         format!("bulkhead_pod_plugged_memory_bytes{{{labels}}} 134217728"),
         format!("bulkhead_pod_block_written_bytes_total{{{labels}}} 1024"),
         format!("bulkhead_pod_vsock_transmit_bytes_total{{{labels}}} 2"),
+        format!(r#"bulkhead_pod_cgroup_pressure_waiting_seconds_total{{{labels},resource="cpu"}} 0.5"#),
+        format!(r#"bulkhead_pod_cgroup_pressure_waiting_seconds_total{{{labels},resource="io"}} 2"#),
+        format!(r#"bulkhead_pod_cgroup_pressure_stalled_seconds_total{{{labels},resource="io"}} 0"#),
         "# TYPE bulkhead_pod_kvm_exits_total counter".to_owned(),
         r#"bulkhead_pods{state="running"} 1"#.to_owned(),
         r#"bulkhead_templates{state="complete"} 0"#.to_owned(),
@@ -176,10 +182,27 @@ fn numbers_have_base_units_and_the_labels_of_their_pod() {
     ] {
         assert!(text.lines().any(|one| one == line), "{line}\nis not in\n{text}");
     }
+    for unknown in [
+        r#"waiting_seconds_total{LABELS,resource="memory"}"#,
+        r#"stalled_seconds_total{LABELS,resource="cpu"}"#,
+    ] {
+        let unknown = unknown.replace("LABELS", labels);
+        assert!(!text.contains(&unknown), "what is not known is not 0: {text}");
+    }
     let text = super::text(&node_of_no_usage("demo"));
-    for name in
-        ["memory", "cpu", "start", "containers", "vmm", "network", "file", "balloon", "plugged", "block"]
-    {
+    for name in [
+        "cgroup",
+        "memory",
+        "cpu",
+        "start",
+        "containers",
+        "vmm",
+        "network",
+        "file",
+        "balloon",
+        "plugged",
+        "block",
+    ] {
         assert!(!text.contains(&format!("bulkhead_pod_{name}")), "what is not known is not 0: {text}");
     }
     parse(&text).unwrap();

@@ -90,7 +90,8 @@ impl Guest {
         let driver = thread::scope(|scope| {
             let jailed = || {
                 keep_those_for_files().unwrap();
-                assert_eq!(landlock::restrict_process(&[dir.path()]).unwrap(), None);
+                // As much of it as this kernel has: the tests of Landlock say how much each has.
+                landlock::restrict_process(&[dir.path()]).unwrap();
                 Driver::new(&mut device, features)
             };
             scope.spawn(jailed).join().unwrap()
