@@ -29,8 +29,8 @@ const MAX_DATAGRAMS: usize = 128;
 /// fewer.
 const MAX_HEADERS: usize = 1024;
 
-/// The least bytes of a segment of TCP, which Linux takes too (TCP_MIN_GSO_SIZE, since 6.12). Older kernels would make a
-/// segment of each byte.
+/// The least bytes of a segment of TCP, which Linux takes too (TCP_MIN_GSO_SIZE, since 6.12). Older kernels would make
+/// a segment of each byte.
 const MIN_TCP_SEGMENT: usize = 8;
 
 /// `struct virtio_net_hdr`. Fields that the device ignores are left out.
