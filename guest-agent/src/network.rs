@@ -197,9 +197,11 @@ pub fn configure(pidfd: BorrowedFd<'_>, interface: &Interface) -> Result<(), Net
     let card =
         cards::find(&guest, &interface.card).map_err(interface.failed("looking for its network card"))?;
     let card = card.ok_or_else(|| interface.no_card())?;
-    // Other interfaces of Linux have it from the start, and the driver of the card does not.
-    let enabled = syscall::enable_offload(card, DATAGRAMS_TOGETHER);
-    enabled.map_err(interface.failed("having it leave datagrams together"))?;
+    // Other interfaces of Linux have it from the start, and the driver of the card does not. Without it, datagrams pass
+    // one by one.
+    if let Err(error) = syscall::enable_offload(card, DATAGRAMS_TOGETHER) {
+        eprintln!("bulkhead-agent: {} does not leave datagrams together: {error}", interface.name);
+    }
     let entered = setns(pidfd, CloneFlags::CLONE_NEWNET).map_err(io::Error::from);
     entered.map_err(interface.failed("entering the container's network namespace"))?;
     let netns = own_netns().map_err(interface.failed("opening the container's network namespace"))?;

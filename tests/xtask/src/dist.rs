@@ -148,8 +148,8 @@ fn build_sample(to: &Path) -> Result<()> {
 /// Builds the runner of the inner host.
 ///
 /// By itself: among other packages it would be built with the features that those need, and a change of those would
-/// make the saved state of the inner host stale. It is not shipped, so it may name the places of this machine. Its bytes
-/// are part of the conditions under which cases passed on runc.
+/// make the saved state of the inner host stale. It is not shipped, so it may name the places of this machine. Its
+/// bytes are part of the conditions under which cases passed on runc.
 pub(crate) fn rig_runner() -> Result<PathBuf> {
     Ok(cargo_build(&["rig-runner"], Profile::Shipped, Vec::new())?.join("rig-runner"))
 }

@@ -25,6 +25,14 @@ const UDP_CHECKSUM: usize = 6;
 /// allocate a buffer for each, and the guest could ask for one for each byte.
 const MAX_DATAGRAMS: usize = 128;
 
+/// The most bytes of the headers of a packet that is split. Each segment gets a copy of them. Those of Linux take far
+/// fewer.
+const MAX_HEADERS: usize = 1024;
+
+/// The least bytes of a segment of TCP, which Linux takes too (TCP_MIN_GSO_SIZE, since 6.12). Older kernels would make
+/// a segment of each byte.
+const MIN_TCP_SEGMENT: usize = 8;
+
 /// `struct virtio_net_hdr`. Fields that the device ignores are left out.
 struct Header {
     flags: u8,
@@ -44,7 +52,8 @@ struct Segments {
     /// The least bytes of the transport header, and where its checksum is.
     transport: usize,
     checksum: usize,
-    /// The most segments of a packet.
+    /// The least bytes of a segment, and the most segments of a packet.
+    least: usize,
     most: usize,
 }
 
@@ -66,7 +75,8 @@ pub(super) fn checked(header: [u8; HEADER_LEN], frame_len: usize, features: u64)
             && needs_checksum
             && offset == segments.checksum
             && start >= segments.before
-            && size > 0
+            && start + segments.transport <= MAX_HEADERS
+            && size >= segments.least
             && payload.div_ceil(size) <= segments.most;
         if !legal {
             return None;
@@ -83,6 +93,7 @@ impl Segments {
             before: ETHERNET + ip,
             transport: TCP,
             checksum: TCP_CHECKSUM,
+            least: MIN_TCP_SEGMENT,
             most: usize::MAX,
         };
         match u32::from(gso_type) {
@@ -94,6 +105,7 @@ impl Segments {
                 before: ETHERNET + IPV4,
                 transport: UDP,
                 checksum: UDP_CHECKSUM,
+                least: 1,
                 most: MAX_DATAGRAMS,
             }),
             _ => None,
@@ -212,6 +224,10 @@ mod tests {
             tcp([54, 0, 34, 16]),
             udp([42, 1, 34, 6]),
             udp([42, 38, 34, 6]),
+            tcp([54, 7, 34, 16]),
+            // Each segment would get a copy of very long headers.
+            udp([0, 1000, 1017, 6]),
+            tcp([0, 1000, 1005, 16]),
         ];
         for (flags, gso_type, fields) in lies {
             assert_eq!(checked(header(flags, gso_type, fields), FRAME, ALL), None, "{gso_type} {fields:?}");
