@@ -75,18 +75,13 @@ impl Journal {
     /// rest. The first one is the error, and the journal stays for another try. A line that cannot be read is logged:
     /// another try would not read it either. Blocks while processes end.
     pub(crate) fn undo(self) -> Result<(), UndoError> {
-        self.undo_with(&mut VmmEnds::begin())
-    }
-
-    /// The same, for a pod whose VMMs were to end already.
-    pub(super) fn undo_with(self, ends: &mut VmmEnds) -> Result<(), UndoError> {
-        self.undo_effects(ends)?;
+        self.undo_effects(&mut VmmEnds::begin())?;
         // Gone: a Delete that was given up has hung in another thread meanwhile, and has done the same.
         gone(fs::remove_file(&self.path))
             .map_err(|source| UndoError::Effect { effect: Effect::File { path: self.path }, source })
     }
 
-    /// [`Journal::undo_with`], but the journal stays.
+    /// [`Journal::undo`], but the journal stays. The VMMs may have been told to end already.
     pub(super) fn undo_effects(&self, ends: &mut VmmEnds) -> Result<(), UndoError> {
         if let Some((line, text)) = &self.damaged {
             let path = self.path.display();
