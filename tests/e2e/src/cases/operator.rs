@@ -437,7 +437,8 @@ const PROVOCATIONS: [Provocation; 18] = [
     ("...: it has no version", |_| {
         let directory = scratch()?;
         let file = directory.path().join("config.toml");
-        fs::write(&file, "disabled_plugins = [\"cri\"]\n")?;
+        // A plugin's table has another name in each version.
+        fs::write(&file, "[plugins.cri]\n")?;
         bulkhead(&["install", "--containerd-config", &file.to_string_lossy()])
     }),
 ];
