@@ -113,8 +113,9 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::brief("operator", operator::BY_VERSION),
     Group::new("operator", operator_metrics::CASES),
     Group::new("operator", operator_follow::CASES),
-    Group::new("operator", operator_exec::CASES),
     Group::new("run", run::CASES),
+    // After all that use docker: the cases that stop the tests' containerd stop the tests' dockerd, too.
+    Group::new("operator", operator_exec::CASES),
     Group::new("upgrade", upgrade::CASES),
     Group::new("hangs", hangs::CASES),
     Group::new("faults", faults::CASES),
