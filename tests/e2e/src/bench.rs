@@ -35,6 +35,8 @@ const MANY: usize = 30;
 const THREADS: usize = 5;
 /// Pods that are all wanted at the same moment.
 const PODS: usize = 20;
+/// How often each side does what takes minutes: of so many pairs there is an interval.
+const LONG_ROUNDS: usize = 6;
 
 /// What was measured. `cargo xtask bench` reads it.
 #[derive(Debug, Serialize)]
@@ -77,8 +79,9 @@ const STEPS: [fn(&Bench) -> Result<Sample>; 12] = [
     idle,
 ];
 
-/// Takes `rounds` samples of everything, after a round that does not count: it fills the caches. What memory costs
-/// where there are many containers is measured if it is wanted.
+/// Takes `rounds` samples of what is over soon, after a round that does not count: it fills the caches. What takes
+/// minutes is measured [`LONG_ROUNDS`] times: many pods at once, and, if it is wanted, what memory costs where there
+/// are many containers.
 pub(crate) fn run(archive: &Path, rounds: u32, wants_memory: bool) -> Result<Report> {
     ensure!(rounds > 0, "no round, no numbers");
     let version = Version::of_containerd()?;
@@ -100,19 +103,40 @@ pub(crate) fn run(archive: &Path, rounds: u32, wants_memory: bool) -> Result<Rep
             }
         }
     }
-    eprintln!("{PODS} pods at once");
-    let at_once = [(&bench.runc, "pods at once runc ms"), (&bench.bulkhead, "pods at once bulkhead ms")];
-    for (host, name) in at_once.iter().chain(at_once.iter().rev()) {
-        report.series.entry(name).or_default().push(pods_at_once(host)?);
-    }
-    if !wants_memory {
-        return Ok(report);
-    }
-    eprintln!("{MANY} idle containers");
-    for (host, name) in [(&bench.runc, "pod of many runc"), (&bench.bulkhead, "pod of many bulkhead")] {
-        report.series.insert(name, vec![one_of_many(host)?]);
+    report.take_turns(
+        &format!("{PODS} pods at once"),
+        [
+            ("pods at once runc ms", &|| pods_at_once(&bench.runc)),
+            ("pods at once bulkhead ms", &|| pods_at_once(&bench.bulkhead)),
+        ],
+    )?;
+    if wants_memory {
+        report.take_turns(
+            &format!("{MANY} idle containers"),
+            [
+                ("pod of many runc", &|| one_of_many(&bench.runc)),
+                ("pod of many bulkhead", &|| one_of_many(&bench.bulkhead)),
+            ],
+        )?;
     }
     Ok(report)
+}
+
+/// What is measured, by the name of its series.
+type Side<'a> = (&'static str, &'a dyn Fn() -> Result<f64>);
+
+impl Report {
+    /// Measures both sides as often as what takes long is measured, every other time in the opposite order.
+    fn take_turns(&mut self, what: &str, mut sides: [Side<'_>; 2]) -> Result<()> {
+        for round in 1..=LONG_ROUNDS {
+            eprintln!("{what}, {round} of {LONG_ROUNDS}");
+            for (name, measure) in &sides {
+                self.series.entry(name).or_default().push(measure()?);
+            }
+            sides.reverse();
+        }
+        Ok(())
+    }
 }
 
 /// How long many pods take that start at the same time.

@@ -36,7 +36,10 @@ pub(super) const CASES: &[Case] = &[
     Case::bulkhead("cpythons_tests_of_os_end_as_on_runc", cpython_os).by_whole_name_only(),
     Case::bulkhead("cpythons_tests_of_sockets_processes_and_asyncio_end_as_on_runc", cpython_long)
         .by_whole_name_only(),
+    Case::bulkhead("cpythons_tests_of_files_end_as_on_runc", cpython_files).by_whole_name_only(),
     Case::bulkhead("stress_ngs_stressors_end_as_on_runc", stress).by_whole_name_only(),
+    Case::bulkhead("every_stressor_of_file_systems_ends_as_on_runc", stress_file_systems)
+        .by_whole_name_only(),
 ];
 
 /// A directory of the host on a disk: /tmp may be in memory.
@@ -521,6 +524,15 @@ fn cpython_long(host: &Host) -> Result<()> {
     cpython_as_on_runc(host, "test.test_signal test.test_subprocess test.test_socket test.test_asyncio")
 }
 
+fn cpython_files(host: &Host) -> Result<()> {
+    cpython_as_on_runc(
+        host,
+        "test.test_fileio test.test_file test.test_largefile test.test_shutil test.test_pathlib test.test_glob \
+         test.test_genericpath test.test_posixpath test.test_tempfile test.test_tarfile test.test_zipfile \
+         test.test_fcntl test.test_stat test.test_dbm_dumb test.test_mailbox",
+    )
+}
+
 /// Stressors of each class of stress-ng, and how many operations of them are enough to see that they work.
 const STRESSORS: &str = "\
     cpu:5 matrix:5 qsort:1 \
@@ -535,9 +547,22 @@ const STRESSORS: &str = "\
     pidfd:10 procfs:2 sysinfo:20 getrandom:20 prctl:2 seccomp:2 landlock:1 ptrace:10 unshare:1 key:2 kcmp:2";
 
 fn stress(host: &Host) -> Result<()> {
+    stress_as_on_runc(host, STRESSORS)
+}
+
+/// All of the class of file systems, each for a few operations.
+fn stress_file_systems(host: &Host) -> Result<()> {
+    stress_as_on_runc(
+        host,
+        "$(stress-ng --class 'filesystem?' 2>&1 | sed 's/.*: //; s/[^ ][^ ]*/&:2/g')",
+    )
+}
+
+/// Runs stressors, each with its number of operations (`hdd:20 aio:20`), one after the other.
+fn stress_as_on_runc(host: &Host, stressors: &str) -> Result<()> {
     // The exit status says whether a stressor passed, failed, found no resources or is not implemented.
     let suite = format!(
-        "cd /tmp; for stressor in {STRESSORS}; do name=${{stressor%:*}}; \
+        "cd /tmp; for stressor in {stressors}; do name=${{stressor%:*}}; \
          stress-ng --$name 1 --$name-ops ${{stressor#*:}} --timeout 120 --verify --oomable \
          --vm-bytes 16M --hdd-bytes 4M > log 2>&1 && status=0 || status=$?; \
          printf '%s\\texit status %s\\n' $name $status; \
