@@ -83,9 +83,12 @@ pub(crate) enum Command {
         /// The namespace of the pod, if there are several pods with this id.
         #[arg(long, short)]
         namespace: Option<String>,
-        /// The unit of systemd in whose log containerd writes.
-        #[arg(long, value_name = "UNIT", default_value = "containerd")]
-        unit: String,
+        /// The unit of systemd in whose log containerd writes, for example docker.
+        ///
+        /// Without it, this is `containerd`. On k3s and RKE2 it is the file to which their containerd writes its log,
+        /// or, if there is none, the log of their units.
+        #[arg(long, value_name = "UNIT")]
+        unit: Option<String>,
         /// The most lines of the log, and of the console.
         #[arg(long, value_name = "NUMBER", default_value = "100", value_parser = clap::value_parser!(u32).range(1..=100_000))]
         lines: u32,

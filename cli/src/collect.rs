@@ -16,6 +16,7 @@ use crate::{
     check, command_output,
     config_file::ConfigFile,
     containerd::{Containerd, handlers},
+    containerd_log::is_for_support,
     error::CommandError,
     output,
     progress::{Count, during},
@@ -42,8 +43,8 @@ const PRIVATE: [&str; 5] = ["share", "share.staging", "template-share", "templat
 const KERNEL_WORDS: [&str; 9] =
     ["kvm", "bulkhead", "type=1326", "oom", "out of memory", "landlock", "hung", "blocked for", "tap-"];
 
-/// What is in the shim's lines in containerd's log, and in containerd's own about the runtime.
-const LOG_WORDS: [&str; 3] = ["pod{namespace=", "\"pod\":{\"", "bulkhead"];
+/// The most lines of containerd's log that are looked through.
+const MOST_LOOKED_AT: u32 = 20_000;
 
 /// Writes the archive to `path`, which must not exist.
 pub(crate) fn collect(out: &mut impl Write, path: &Path, config: &ConfigFile) -> Result<(), CommandError> {
@@ -156,12 +157,12 @@ fn kernel_messages() -> String {
     }
 }
 
-/// The shim's lines in containerd's log. They never have a spec or an environment.
+/// The shims' lines in containerd's log, and containerd's own about the runtime.
 fn shim_messages() -> String {
-    let journal = command_output::output("journalctl", &["--no-pager", "--lines=20000", "--unit=containerd"]);
-    match journal {
-        Ok(text) => last_lines(&text, |line| LOG_WORDS.iter().any(|word| line.contains(word))),
-        Err(error) => error.to_string(),
+    let log = Containerd::find(Path::new("/")).log(Path::new("/"));
+    match log.last_lines(MOST_LOOKED_AT, MOST_LINES, is_for_support) {
+        Ok(lines) => lines.iter().map(|line| format!("{}\n", one_line(line))).collect(),
+        Err(error) => format!("cannot read {log}: {error}"),
     }
 }
 

@@ -78,29 +78,32 @@ pub(crate) fn last_lines(
 ) -> io::Result<Vec<String>> {
     let mut command = Command::new(program);
     command.args(arguments).stdin(Stdio::null()).stderr(Stdio::null());
-    let lines = read_by(
-        command,
-        &[],
-        LIMIT,
-        || (),
-        move |stdout| {
-            let (mut stdout, mut lines) = (BufReader::new(stdout), VecDeque::new());
-            loop {
-                let mut line = Vec::new();
-                if stdout.by_ref().take(LONGEST_LINE).read_until(b'\n', &mut line)? == 0 {
-                    return Ok(lines);
-                }
-                let line = String::from_utf8_lossy(&line);
-                if is_wanted(&line) {
-                    lines.push_back(line.trim_end().to_owned());
-                }
-                if lines.len() > most {
-                    lines.pop_front();
-                }
-            }
-        },
-    )?;
-    Ok(lines.into())
+    read_by(command, &[], LIMIT, || (), move |stdout| last_of(BufReader::new(stdout), most, is_wanted))
+}
+
+/// The last lines of a text that are wanted. Only the beginning of a long line is looked at and taken: what comes later
+/// in it must not be taken for a line.
+pub(crate) fn last_of(
+    mut text: impl BufRead,
+    most: usize,
+    is_wanted: impl Fn(&str) -> bool,
+) -> io::Result<Vec<String>> {
+    let mut lines = VecDeque::new();
+    let mut is_new = true;
+    loop {
+        let mut line = Vec::new();
+        if text.by_ref().take(LONGEST_LINE).read_until(b'\n', &mut line)? == 0 {
+            return Ok(lines.into());
+        }
+        let is_begun = std::mem::replace(&mut is_new, line.ends_with(b"\n"));
+        let line = String::from_utf8_lossy(&line);
+        if is_begun && is_wanted(&line) {
+            lines.push_back(line.trim_end().to_owned());
+        }
+        if lines.len() > most {
+            lines.pop_front();
+        }
+    }
 }
 
 /// Runs a command, which reads `input` if its standard input is a pipe, and returns what `read` makes of its standard
@@ -165,6 +168,9 @@ mod tests {
             (lines(9), lines(2)),
             (vec!["a1".into(), "a2".into(), "a3".into()], vec!["a2".into(), "a3".into()])
         );
+        let long = format!("a{}a\na4\n", "b".repeat(LONGEST_LINE as usize));
+        let lines = last_of(long.as_bytes(), 9, |line| line.starts_with('a')).unwrap();
+        assert_eq!((lines.len(), lines[0].len(), lines[1].as_str()), (2, LONGEST_LINE as usize, "a4"));
         assert!(output("false", &[]).unwrap_err().to_string().starts_with("false: exit status: 1"));
         assert_eq!(output("/nonexistent/program", &[]).unwrap_err().kind(), io::ErrorKind::NotFound);
         let begun = Instant::now();

@@ -8,7 +8,7 @@ use std::{
 
 use toml::Table;
 
-use crate::command_output;
+use crate::{command_output, containerd_log::Log};
 
 /// The configuration that containerd reads if it is not told another one.
 pub(crate) const CONFIG: &str = "/etc/containerd/config.toml";
@@ -19,6 +19,9 @@ const DATA_OF_RKE2: &str = "/var/lib/rancher/rke2";
 
 /// The configuration of containerd in such a directory, which k3s or RKE2 generates each time it starts.
 const GENERATED: &str = "agent/etc/containerd/config.toml";
+
+/// The log of containerd in such a directory. k3s and RKE2 write it there, and not to the journal.
+const LOG: &str = "agent/containerd/containerd.log";
 
 /// The runtime that a handler of Bulkhead names.
 pub(crate) const RUNTIME: &str = "io.containerd.bulkhead.v2";
@@ -75,12 +78,26 @@ impl Containerd {
 
     /// Its program.
     pub(crate) fn program(&self) -> PathBuf {
-        let data = self.config.ancestors().nth(Path::new(GENERATED).components().count());
-        let data = data.unwrap_or(Path::new("/"));
         match self.owner {
             Owner::Systemd => "containerd".into(),
-            Owner::K3s => data.join("data/current/bin/containerd"),
-            Owner::Rke2 => data.join("bin/containerd"),
+            Owner::K3s => self.data().join("data/current/bin/containerd"),
+            Owner::Rke2 => self.data().join("bin/containerd"),
+        }
+    }
+
+    /// Where k3s or RKE2 keeps its data.
+    fn data(&self) -> &Path {
+        let data = self.config.ancestors().nth(Path::new(GENERATED).components().count());
+        data.unwrap_or(Path::new("/"))
+    }
+
+    /// Its log. An older k3s that debugs has it in the journal, as others have.
+    pub(crate) fn log(&self, root: &Path) -> Log {
+        let file = self.data().join(LOG);
+        let is_there = root.join(file.strip_prefix("/").unwrap_or(&file)).is_file();
+        match self.owner {
+            Owner::K3s | Owner::Rke2 if is_there => Log::File(file),
+            _ => Log::Journal(self.units().iter().map(|unit| (*unit).to_owned()).collect()),
         }
     }
 
@@ -271,6 +288,7 @@ mod tests {
         let found = || Containerd::find(dir.path());
         assert_eq!((found().config.to_str(), found().generator()), (Some(CONFIG), None));
         assert_eq!(found().program(), Path::new("containerd"));
+        assert_eq!(found().log(dir.path()), Log::Journal(vec!["containerd".into()]));
         for (data, generator, program, unit) in [
             ("/var/lib/rancher/rke2", "RKE2", "bin/containerd", "rke2-server"),
             ("/var/lib/rancher/k3s", "k3s", "data/current/bin/containerd", "k3s"),
@@ -282,6 +300,13 @@ mod tests {
             assert_eq!(found().config, Path::new(data).join(GENERATED));
             assert_eq!((found().generator(), found().units()[0]), (Some(generator), unit));
             assert_eq!(found().program(), Path::new(data).join(program));
+            let Log::Journal(units) = found().log(dir.path()) else { panic!("there is no file") };
+            assert_eq!(units[0], unit);
+            let log = Path::new(data).join(LOG);
+            let there = dir.path().join(log.strip_prefix("/").unwrap());
+            fs::create_dir_all(there.parent().unwrap()).unwrap();
+            fs::write(there, "").unwrap();
+            assert_eq!(found().log(dir.path()), Log::File(log));
         }
         let elsewhere = Containerd::of("/data/k3s/agent/etc/containerd/config.toml".into());
         assert_eq!(elsewhere.program(), Path::new("/data/k3s/data/current/bin/containerd"));

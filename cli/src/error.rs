@@ -36,13 +36,12 @@ pub(crate) enum CommandError {
     Build(BuildError),
     #[error("cannot serve metrics at {endpoint}")]
     Listen { endpoint: String, source: io::Error },
-    #[error("cannot read the log of the unit {unit}")]
-    Journal { unit: String, source: io::Error },
+    #[error("cannot read {log}")]
+    Log { log: String, source: io::Error },
     #[error(
-        "the log of the unit {unit} has no line of a pod {pod}; name the unit of its containerd with --unit, for \
-         example docker"
+        "{log} has no line of a pod {pod}; name the unit of its containerd with --unit, for example docker"
     )]
-    NoLines { pod: String, unit: String },
+    NoLines { pod: String, log: String },
     #[error("there is no pod with the id {pod}; `bulkhead ps` lists the pods")]
     NoPod { pod: String },
     #[error("there are several pods with the id {pod}: {places}; name one with --namespace")]

@@ -7,12 +7,14 @@ use std::{
 };
 
 use bulkhead_host_shim::operator::{CONSOLE, one_line, pod_paths};
-use serde::Deserialize;
 
-use crate::{command_output, error::CommandError};
+use crate::{
+    containerd_log::{Log, ShimLine, shim_line},
+    error::CommandError,
+};
 
 /// The most lines of containerd's log that are looked through.
-const MOST_LINES: &str = "--lines=50000";
+const MOST_LINES: u32 = 50_000;
 
 /// How much of the end of a console is read, in bytes.
 const CONSOLE_END: u64 = 256 << 10;
@@ -22,23 +24,21 @@ const CONSOLE_END: u64 = 256 << 10;
 pub(crate) struct LogOptions<'a> {
     pub(crate) pod: &'a str,
     pub(crate) namespace: Option<&'a str>,
-    /// The unit whose log has the lines of the shim.
-    pub(crate) unit: &'a str,
+    /// The log that has the lines of the shim.
+    pub(crate) log: &'a Log,
     /// The most lines of each source.
     pub(crate) lines: usize,
 }
 
 /// Prints the last lines of the pod, which may have ended.
 pub(crate) fn logs(out: &mut impl Write, root: &Path, options: LogOptions<'_>) -> Result<(), CommandError> {
-    let unit = format!("--unit={}", options.unit);
-    let arguments = ["--no-pager", "--quiet", MOST_LINES, &unit];
-    let journal = command_output::last_lines("journalctl", &arguments, options.lines, of_pod(options));
-    let journal = journal.map_err(|source| CommandError::Journal { unit: options.unit.into(), source })?;
-    let found =
-        print(out, &journal, &consoles(root, options)?, options.lines).map_err(CommandError::Output)?;
+    let log = options.log;
+    let lines = log.last_lines(MOST_LINES, options.lines, of_pod(options));
+    let lines = lines.map_err(|source| CommandError::Log { log: log.to_string(), source })?;
+    let found = print(out, &lines, &consoles(root, options)?, options.lines).map_err(CommandError::Output)?;
     match found {
         true => Ok(()),
-        false => Err(CommandError::NoLines { pod: options.pod.into(), unit: options.unit.into() }),
+        false => Err(CommandError::NoLines { pod: options.pod.into(), log: log.to_string() }),
     }
 }
 
@@ -54,40 +54,27 @@ fn consoles(root: &Path, options: LogOptions<'_>) -> Result<Vec<PathBuf>, Comman
     Ok(consoles.filter(|path| path.exists()).collect())
 }
 
-/// Whether a line of the log is of the shim of this pod. Each one names its pod first, as text or as JSON. What comes
-/// later in the line may be chosen by a guest.
+/// Whether a line of the log is of the shim of this pod.
 fn of_pod(options: LogOptions<'_>) -> impl Fn(&str) -> bool + use<> {
     let (pod, namespace) = (options.pod.to_owned(), options.namespace.map(str::to_owned));
     let id = format!("{pod:?}}}");
     let quoted = namespace.as_ref().map(|namespace| format!("{namespace:?} "));
-    move |line| {
-        // Before the first brace is only what the journal and the level write, and nothing that a guest chooses.
-        let Some((before, rest)) = line.split_once('{') else { return false };
-        if let Some(names) = rest.strip_prefix("namespace=").filter(|_| before.ends_with("pod")) {
+    move |line| match shim_line(line) {
+        Some(ShimLine::Text(names)) => {
             let Some((found, rest)) = names.split_once("id=") else { return false };
-            return quoted.as_ref().is_none_or(|namespace| found == namespace) && rest.starts_with(&id);
+            quoted.as_ref().is_none_or(|namespace| found == namespace) && rest.starts_with(&id)
         }
-        let Ok(line) = serde_json::from_str::<JsonLine>(&format!("{{{rest}")) else { return false };
-        line.pod.id == pod && namespace.as_ref().is_none_or(|namespace| line.pod.namespace == *namespace)
+        Some(ShimLine::Json(named)) => {
+            named.id == pod && namespace.as_ref().is_none_or(|namespace| named.namespace == *namespace)
+        }
+        None => false,
     }
 }
 
-/// A line with `log_format = "json"`.
-#[derive(Deserialize)]
-struct JsonLine {
-    pod: PodOfLine,
-}
-
-#[derive(Deserialize)]
-struct PodOfLine {
-    namespace: String,
-    id: String,
-}
-
 /// Returns whether there was a line.
-fn print(out: &mut impl Write, journal: &[String], consoles: &[PathBuf], most: usize) -> io::Result<bool> {
-    let mut found = !journal.is_empty();
-    last(out, journal.iter().map(String::as_str), most)?;
+fn print(out: &mut impl Write, log: &[String], consoles: &[PathBuf], most: usize) -> io::Result<bool> {
+    let mut found = !log.is_empty();
+    last(out, log.iter().map(String::as_str), most)?;
     for path in consoles {
         let text = match end_of(path) {
             Ok(text) => text,
@@ -137,7 +124,7 @@ mod tests {
 
     fn shown(namespace: Option<&str>, lines: usize, consoles: &[PathBuf]) -> (bool, String) {
         let mut out = Vec::new();
-        let is_own = of_pod(LogOptions { pod: "demo", namespace, unit: "containerd", lines });
+        let is_own = of_pod(LogOptions { pod: "demo", namespace, log: &Log::Journal(Vec::new()), lines });
         let journal: Vec<_> = JOURNAL.lines().filter(|line| is_own(line)).map(str::to_owned).collect();
         let found = print(&mut out, &journal, consoles, lines).unwrap();
         (found, String::from_utf8(out).unwrap())
@@ -154,8 +141,12 @@ mod tests {
 
     #[test]
     fn a_line_of_json_is_of_the_pod_that_it_names_and_of_no_other() {
-        let is_own =
-            of_pod(LogOptions { pod: "demo", namespace: Some("k8s.io"), unit: "containerd", lines: 1 });
+        let is_own = of_pod(LogOptions {
+            pod: "demo",
+            namespace: Some("k8s.io"),
+            log: &Log::Journal(Vec::new()),
+            lines: 1,
+        });
         let line = |namespace: &str, id: &str, message: &str| {
             let pod = serde_json::json!({ "namespace": namespace, "id": id });
             let line = serde_json::json!({ "level": "INFO", "pod": pod, "message": message });
@@ -179,7 +170,8 @@ mod tests {
         let path = dir.path().join("c/ns/demo");
         fs::create_dir_all(path.join("console")).unwrap();
         fs::create_dir_all(dir.path().join("c/other/demo")).unwrap();
-        let options = LogOptions { pod: "demo", namespace: Some("ns"), unit: "containerd", lines: 1 };
+        let options =
+            LogOptions { pod: "demo", namespace: Some("ns"), log: &Log::Journal(Vec::new()), lines: 1 };
         assert_eq!(consoles(dir.path(), options).unwrap(), [""; 0].map(PathBuf::from));
         fs::write(path.join(CONSOLE), "first\nKernel panic\u{1b}]0;x\u{7}\n").unwrap();
         let consoles = consoles(dir.path(), options).unwrap();

@@ -10,6 +10,7 @@ mod command_output;
 mod config_file;
 mod console;
 mod containerd;
+mod containerd_log;
 mod error;
 mod events;
 mod exec;
@@ -43,6 +44,8 @@ use rustix::process::geteuid;
 
 use crate::{
     args::{Arguments, Command, ConfigCommand, TemplateCommand},
+    containerd::Containerd,
+    containerd_log::Log,
     error::CommandError,
     events::EventOptions,
     logs::LogOptions,
@@ -127,7 +130,11 @@ fn run(command: Command, out: &mut impl Write, errors: &mut impl Write) -> Resul
         }
         Command::Logs { pod, namespace, unit, lines } => {
             let (namespace, lines) = (namespace.as_deref(), lines as usize);
-            logs::logs(out, root, LogOptions { pod: &pod, namespace, unit: &unit, lines })?;
+            let log = unit.map_or_else(
+                || Containerd::find(Path::new("/")).log(Path::new("/")),
+                |unit| Log::Journal(vec![unit]),
+            );
+            logs::logs(out, root, LogOptions { pod: &pod, namespace, log: &log, lines })?;
         }
         Command::Events { pod, namespace, all, once, format } => {
             let (pod, namespace) = (pod.as_deref(), namespace.as_deref());
@@ -241,7 +248,7 @@ mod tests {
         assert!(is_denied(&list(io::ErrorKind::PermissionDenied)));
         assert!(!is_denied(&list(io::ErrorKind::NotADirectory)));
         assert!(wants_root(&list(io::ErrorKind::PermissionDenied)));
-        assert!(wants_root(&CommandError::NoLines { pod: "demo".into(), unit: "containerd".into() }));
+        assert!(wants_root(&CommandError::NoLines { pod: "demo".into(), log: "the log".into() }));
         assert!(!wants_root(&CommandError::NoPod { pod: "demo".into() }));
     }
 

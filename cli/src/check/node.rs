@@ -31,7 +31,7 @@ pub(super) fn version(version: io::Result<String>, generator: Option<&str>) -> F
         Err(error) => {
             let found = format!("its version is not known: {}", chain(&error));
             let remedy = match error.kind() {
-                io::ErrorKind::NotFound => "install containerd 1.6, 1.7 or 2.x, with containerd in PATH",
+                io::ErrorKind::NotFound => "install containerd 1.6, 1.7 or 2.1, with containerd in PATH",
                 _ => "run `containerd --version` as root, and mend what it complains about",
             };
             return Finding::fail(check, found, remedy);
@@ -44,7 +44,7 @@ pub(super) fn version(version: io::Result<String>, generator: Option<&str>) -> F
     };
     match containerd::major_and_minor(&text) {
         Some(numbers) if numbers < OLDEST => {
-            Finding::fail(check, found, "install containerd 1.6, 1.7 or 2.x")
+            Finding::fail(check, found, "install containerd 1.6, 1.7 or 2.1")
         }
         Some(numbers) if TESTED.contains(&numbers) => match generator {
             None => Finding::ok(check, found),

@@ -21,7 +21,7 @@ use crate::{
 };
 
 /// Where the directories of all execs are.
-const ROOT: &str = "/run/bulkhead-exec";
+pub(crate) const ROOT: &str = "/run/bulkhead-exec";
 
 /// What the process is that a directory belongs to.
 const RECORD: &str = "process.json";

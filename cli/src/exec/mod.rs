@@ -31,7 +31,10 @@ use crate::process::{
     terminal,
 };
 
-pub(crate) use self::{directory::leftovers, options::Options};
+pub(crate) use self::{
+    directory::{ROOT, leftovers},
+    options::Options,
+};
 
 /// How long a program that is just being started is waited for after a signal.
 const INTERRUPTED: Duration = Duration::from_secs(10);

@@ -263,6 +263,13 @@ pub(super) fn lost(old: &str, new: &str) -> Vec<String> {
     old.lines().map(str::trim).filter(is_lost).map(str::to_owned).collect()
 }
 
+/// The lines that a file loses by the removal of what `bulkhead install` has added, but for those that it has written.
+/// `left` is what the file then has.
+pub(super) fn lost_by_removal(text: &str, left: &str) -> Vec<String> {
+    let ours = [Version::V2, Version::V3].map(|version| version.file(false));
+    lost(text, &[left, &ours.concat()].join("\n"))
+}
+
 /// Whether a file has all that a new text for it has, and says of each handler what that says.
 pub(super) fn has_all_of(old: &str, new: &str) -> bool {
     let parsed = [old, new].map(toml::from_str::<Table>);
@@ -385,6 +392,23 @@ mod tests {
         assert_eq!(lost(&new.replace(RUNTIME, "old"), &new), ["runtime_type = \"old\""]);
         let template = format!("{BASE}{new}");
         assert!(has_all_of(&template.replace(END, &format!("{cgroups}{END}")), &template));
+    }
+
+    #[test]
+    fn a_removal_loses_only_what_was_added_by_others() {
+        let cgroups = "  cgroup_writable = true\n";
+        for old in ["version = 2\n", "version = 3\n[debug]\nlevel = 'info'"] {
+            let Change::Text(new) = added(old) else { panic!("nothing is added") };
+            assert_eq!(lost_by_removal(&new, old), [""; 0], "{new}");
+            let edited = new.replace(END, &format!("{cgroups}{END}"));
+            assert_eq!(lost_by_removal(&edited, old), [cgroups.trim()]);
+        }
+        for version in [Version::V2, Version::V3] {
+            for file in [true, false].map(|with_runc| version.file(with_runc)) {
+                assert_eq!(lost_by_removal(&file, ""), [""; 0], "{file}");
+                assert_eq!(lost_by_removal(&format!("{file}{cgroups}"), ""), [cgroups.trim()]);
+            }
+        }
     }
 
     #[test]

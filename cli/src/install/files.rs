@@ -73,6 +73,23 @@ pub(super) fn remove(path: &Path, text: &str) -> io::Result<Removal> {
     }
 }
 
+/// Removes a directory of /run with what it has for each containerd and each namespace, as far as nothing is left
+/// there. What the directories of pods have is not looked at, because guests can change some of it.
+pub(super) fn remove_empty(root: &Path) {
+    let below = |directory: &Path| {
+        let entries = fs::read_dir(directory).into_iter().flatten().flatten();
+        let directories = entries.filter(|entry| entry.file_type().is_ok_and(|it| it.is_dir()));
+        directories.map(|entry| entry.path()).collect::<Vec<_>>()
+    };
+    // It fails if there is something. A shim that begins makes them again.
+    let remove = |directory: &Path| drop(fs::remove_dir(directory));
+    for of_containerd in below(root) {
+        below(&of_containerd).iter().for_each(|of_namespace| remove(of_namespace));
+        remove(&of_containerd);
+    }
+    remove(root);
+}
+
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::symlink;
@@ -110,5 +127,19 @@ mod tests {
         assert_eq!(remove(&path, "new").unwrap(), Removal::Changed);
         assert_eq!(remove(&path, "old").unwrap(), Removal::Removed);
         assert_eq!(remove(&path, "old").unwrap(), Removal::Absent);
+    }
+
+    #[test]
+    fn directories_without_a_pod_are_removed() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path().join("bulkhead");
+        fs::create_dir_all(root.join("one/empty")).unwrap();
+        fs::create_dir_all(root.join("other/ns/pod/share")).unwrap();
+        remove_empty(&root);
+        assert!(!root.join("one").exists() && root.join("other/ns/pod/share").exists());
+        fs::remove_dir_all(root.join("other/ns/pod")).unwrap();
+        remove_empty(&root);
+        assert!(!root.exists());
+        remove_empty(&root);
     }
 }

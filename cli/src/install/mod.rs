@@ -19,11 +19,13 @@ use crate::{
     command_output,
     containerd::{self, CONFIG, Containerd, RUNTIME, handlers},
     error::CommandError,
+    exec,
     install::{
         block::{Change, Version},
         files::Removal,
     },
     progress::{Count, during},
+    run,
 };
 
 /// The directory of containerd 2 for files that are imported, and that of k3s and RKE2, beside the configuration that
@@ -371,6 +373,8 @@ pub(crate) fn uninstall(out: &mut impl Write, options: &Options) -> Result<(), C
         forget_failures(root).map_err(failed)?;
         let removed = remove_all_templates(root).map_err(failed)?;
         say(out, &format!("removed {removed} templates from {STATE_ROOT}"))?;
+        let roots = [STATE_ROOT, run::directory::ROOT, exec::ROOT];
+        roots.into_iter().for_each(|root| files::remove_empty(Path::new(root)));
     }
     finish(out, options, &containerd, is_changed)?;
     say(out, "Pods that run go on. Remove the package, or the files of the archive, when none is left.")
@@ -390,7 +394,7 @@ fn remove_block(out: &mut impl Write, path: &Path) -> Result<bool, CommandError>
         write(path, &old)?;
         say(out, &format!("wrote {}, without the runtime handlers of Bulkhead", path.display()))?;
     }
-    say_lost(out, path, &block::lost(&text, &old), REMOVED_BESIDE)?;
+    say_lost(out, path, &block::lost_by_removal(&text, &old), REMOVED_BESIDE)?;
     Ok(true)
 }
 
@@ -401,7 +405,7 @@ fn remove_drop_in(out: &mut impl Write, path: &Path) -> Result<bool, CommandErro
         Some(text) if block::is_ours(&text) => {
             remove(path)?;
             say(out, &format!("removed {}", path.display()))?;
-            say_lost(out, path, &block::lost(&text, ""), REMOVED_BESIDE)?;
+            say_lost(out, path, &block::lost_by_removal(&text, ""), REMOVED_BESIDE)?;
             Ok(true)
         }
         Some(_) => {

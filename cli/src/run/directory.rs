@@ -16,7 +16,7 @@ use crate::{
 };
 
 /// Where the directories of all runs are.
-const ROOT: &str = "/run/bulkhead-run";
+pub(crate) const ROOT: &str = "/run/bulkhead-run";
 
 /// A file system in memory for what the program writes to its root.
 const LAYER: &str = "layer";

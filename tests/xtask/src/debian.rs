@@ -24,7 +24,7 @@ pub(crate) const SUITE: &str = "trixie";
 
 /// The variable that names the mirror, a URL. One of snapshot.debian.org gives each machine the same versions.
 /// Without it, mmdebstrap's default mirrors are used.
-const MIRROR: &str = "BULKHEAD_DEBIAN_MIRROR";
+pub(crate) const MIRROR: &str = "BULKHEAD_DEBIAN_MIRROR";
 
 /// The key of what is asked for: packages of a release, from the mirror that is set, since the last renewal.
 pub(crate) fn request(cache: &Cache, suite: &str, packages: &[&str]) -> Result<Key> {

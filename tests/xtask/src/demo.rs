@@ -40,7 +40,7 @@ const STORY: &str =
 /// Where a recording is kept, and its picture.
 const CAST: &str = "docs/pictures/demo.cast";
 const PICTURE: &str = "docs/pictures/demo.svg";
-const TITLE: &str = "cargo xtask demo: a container on runc, and one on Bulkhead";
+const TITLE: &str = "cargo xtask demo: a container on runc, and two on Bulkhead";
 
 /// What can be shown.
 #[derive(Clone, Copy, Default, ValueEnum)]

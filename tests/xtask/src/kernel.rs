@@ -11,6 +11,7 @@ use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 
 use crate::cache::{Cache, Key};
+use crate::debian::MIRROR;
 use crate::kernel_modules;
 use crate::progress::{Bar, counted_step, run_counted, run_logged, step};
 use crate::tools::Tools;
@@ -56,21 +57,26 @@ pub(crate) struct Kernel {
     pub(crate) modules: PathBuf,
     /// Options that are `y` or `m`.
     pub(crate) options: usize,
+    /// What it was built from.
+    pub(crate) source: Source,
 }
 
-/// `kernel-config/source.toml`: which source is built.
-#[derive(Debug, Deserialize)]
+/// Which source is built. `kernel-config/source.toml` says which one was reviewed and tested.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Source {
+pub(crate) struct Source {
     /// Debian's package.
-    package: String,
-    /// Its version that was reviewed and tested.
-    version: String,
+    pub(crate) package: String,
+    /// The version of the package.
+    pub(crate) version: String,
     /// The package's tar archive, relative to the tool root; its only top directory is `package`.
     archive: PathBuf,
     /// SHA-256 of that version's archive, lower-case hexadecimal.
     sha256: String,
 }
+
+/// The name of the file in `kernel-config`.
+const SOURCE: &str = "source.toml";
 
 /// The options that the fragments ask for: name, and value as it stands in a `.config`.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -88,6 +94,12 @@ pub(crate) fn build(cache: &Cache, tools: &Tools) -> Result<Kernel> {
 /// Builds the kernel that the benchmark compares it with if it is not in the cache: about ten minutes.
 pub(crate) fn build_ordinary(cache: &Cache, tools: &Tools) -> Result<Kernel> {
     Base::Ordinary.build(cache, tools)
+}
+
+/// Fails if the source that would be built is not the pinned one. It builds nothing.
+pub(crate) fn must_be_pinned(cache: &Cache, tools: &Tools) -> Result<()> {
+    let pinned = Source::read(Path::new(CONFIG_DIR))?;
+    pinned.must_be(&pinned.installed_version(cache, tools)?)
 }
 
 impl Base {
@@ -127,9 +139,9 @@ impl Base {
     fn build(self, cache: &Cache, tools: &Tools) -> Result<Kernel> {
         let source = Source::read(Path::new(CONFIG_DIR))?;
         let (options, patches) = (self.options()?, self.patches()?);
-        let version =
-            output(tools.command(cache.dir(), "dpkg-query").args(["-W", "-f=${Version}", &source.package]))?;
+        let version = source.installed_version(cache, tools)?;
         let pinned = version == source.version;
+        let built_from = if pinned { source.clone() } else { source.of_version(&version, cache, tools)? };
         if !pinned {
             // Debian's archive keeps only its newest version, whose signature apt has checked. A machine that is set up
             // after a security update must still get a kernel, and whoever reads the log must see which.
@@ -170,7 +182,8 @@ impl Base {
         })?;
         let config = fs::read_to_string(dir.join("config")).context("cannot read the kernel's config")?;
         let options = config.lines().filter(|line| line.ends_with("=y") || line.ends_with("=m")).count();
-        Ok(Kernel { path: dir.join("vmlinux"), modules: dir.join("modules.cpio"), options })
+        let (path, modules) = (dir.join("vmlinux"), dir.join("modules.cpio"));
+        Ok(Kernel { path, modules, options, source: built_from })
     }
 
     /// Configures and compiles the tree in `work`.
@@ -219,16 +232,62 @@ impl Base {
 
 impl Source {
     fn read(dir: &Path) -> Result<Source> {
-        let path = dir.join("source.toml");
+        let path = dir.join(SOURCE);
         let text = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
         toml::from_str(&text).with_context(|| format!("cannot understand {}", path.display()))
+    }
+
+    /// The version that is in the tool root.
+    fn installed_version(&self, cache: &Cache, tools: &Tools) -> Result<String> {
+        output(tools.command(cache.dir(), "dpkg-query").args(["-W", "-f=${Version}", &self.package]))
+    }
+
+    /// The same package in the version that is in the tool root.
+    fn of_version(&self, version: &str, cache: &Cache, tools: &Tools) -> Result<Source> {
+        Ok(Source { version: version.to_owned(), sha256: self.digest(tools, cache.dir())?, ..self.clone() })
+    }
+
+    fn must_be(&self, version: &str) -> Result<()> {
+        if version != self.version {
+            bail!(
+                "the tool root has {package} {version}, but kernel-config/{SOURCE} pins {pinned}, which was tested: \
+                 get {pinned} by `cargo xtask packages --renew` if Debian has it, or set {MIRROR} to a mirror that \
+                 has it, such as a snapshot of Debian's archive, or build from {version} all the same, with --unpinned",
+                package = self.package,
+                pinned = self.version,
+            );
+        }
+        Ok(())
+    }
+
+    /// The text of `source.toml` that says what the kernel was built from.
+    pub(crate) fn described(&self) -> Result<Vec<u8>> {
+        let path = Path::new(CONFIG_DIR).join(SOURCE);
+        let pinned = Source::read(Path::new(CONFIG_DIR))?;
+        if *self == pinned {
+            return fs::read(&path).with_context(|| format!("cannot read {}", path.display()));
+        }
+        let Source { package, version, archive, sha256 } = self;
+        let text = format!(
+            "# The source of the guest kernel of this package: a package of Debian 13, whose archive Debian has signed.\n\
+             # It is not the version that was reviewed and tested, which is {}.\n\
+             package = {package:?}\nversion = {version:?}\narchive = {archive:?}\nsha256 = {sha256:?}\n",
+            pinned.version
+        );
+        Ok(text.into_bytes())
+    }
+
+    /// The SHA-256 of the archive in the tool root.
+    fn digest(&self, tools: &Tools, work: &Path) -> Result<String> {
+        let archive = Path::new("/").join(&self.archive);
+        let sum = output(tools.command(work, "sha256sum").arg(&archive))?;
+        Ok(sum.split(' ').next().unwrap_or_default().to_owned())
     }
 
     /// Checks the archive of the pinned version.
     fn check(&self, tools: &Tools, work: &Path) -> Result<()> {
         let archive = Path::new("/").join(&self.archive);
-        let sum = output(tools.command(work, "sha256sum").arg(&archive))?;
-        let found = sum.split(' ').next().unwrap_or_default();
+        let found = self.digest(tools, work)?;
         if found != self.sha256 {
             bail!(
                 "{} of {} {} has the SHA-256 {found}, but kernel-config/source.toml pins {}: it was changed",
@@ -393,6 +452,22 @@ mod tests {
         assert!(error.contains("CONFIG_GONE=y was dropped"), "{error}");
         assert!(error.contains("CONFIG_N=32 became 8"), "{error}");
         assert!(!error.contains("CONFIG_A"), "{error}");
+    }
+
+    #[test]
+    fn another_source_than_the_pinned_one_is_refused_and_described() {
+        let pinned = Source::read(Path::new(CONFIG_DIR)).unwrap();
+        pinned.must_be(&pinned.version).unwrap();
+        let error = pinned.must_be("6.12.999-1").unwrap_err().to_string();
+        for word in ["6.12.999-1", &pinned.version, "BULKHEAD_DEBIAN_MIRROR", "--unpinned"] {
+            assert!(error.contains(word), "{word}: {error}");
+        }
+        let text = fs::read(Path::new(CONFIG_DIR).join(SOURCE)).unwrap();
+        assert_eq!(pinned.described().unwrap(), text);
+        let other = Source { version: "6.12.999-1".into(), sha256: "00".repeat(32), ..pinned.clone() };
+        let described = String::from_utf8(other.described().unwrap()).unwrap();
+        assert_eq!(toml::from_str::<Source>(&described).unwrap(), other);
+        assert!(described.contains(&format!("which is {}.", pinned.version)), "{described}");
     }
 
     #[test]

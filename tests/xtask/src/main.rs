@@ -82,6 +82,9 @@ enum Task {
         /// Builds faster, for a trial.
         #[arg(long)]
         quick: bool,
+        /// Builds the guest kernel from the source that Debian has now, although another one is pinned and tested.
+        #[arg(long)]
+        unpinned: bool,
     },
     /// Builds the guest kernel and prints its path.
     Kernel {
@@ -155,9 +158,13 @@ fn run(task: Task) -> Result<u8> {
         Task::Bench(arguments) => bench::run(&cache, &tools()?, &arguments)?,
         Task::Faults(arguments) => return faults::run(&cache, &tools()?, &arguments),
         Task::Test(arguments) => return test::run(&cache, &arguments),
-        Task::Dist { is_tried, quick } => {
+        Task::Dist { is_tried, quick, unpinned } => {
             let profile = if quick { Profile::Quick } else { Profile::Shipped };
             let tools = tools()?;
+            // What others install has what was tested. This is said before the build, which takes long.
+            if profile == Profile::Shipped && !unpinned {
+                kernel::must_be_pinned(&cache, &tools)?;
+            }
             let dist = dist::build(&cache, &tools, profile)?;
             if is_tried {
                 package::try_out(&cache, &tools, &dist)?;

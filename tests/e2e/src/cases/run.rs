@@ -350,8 +350,7 @@ fn vm_killed(host: &Host) -> Result<()> {
 }
 
 /// What the tests print, without what differs in each run.
-fn comparable(finished: &Finished) -> String {
-    let text = finished.text();
+fn comparable(text: &str) -> String {
     let lines = text.lines().map(|line| match line.split_once("; finished in ") {
         Some((line, _)) => line.to_owned(),
         // A thread has a number.
@@ -380,7 +379,7 @@ fn rust_tests(host: &Host) -> Result<()> {
         let cmd = Cmd::new("env").args(variables).args(["bulkhead", "run"]).args(runner).args(&command);
         let finished = cmd.limit(host.patience(COMMAND)).run()?;
         finished.exits(expected.status.context("the tests were killed")?)?;
-        let (expected, came) = (comparable(&expected), comparable(&finished));
+        let (expected, came) = (comparable(&expected.text()), comparable(&finished.text()));
         ensure!(came == expected, "expected  {expected}\ncame      {came}");
     }
     let hangs = [&runner[..], &["--env", "SAMPLE_HANGS=1", "--timeout", "5s", &sample]].concat();
@@ -390,20 +389,28 @@ fn rust_tests(host: &Host) -> Result<()> {
 
 fn junit(host: &Host) -> Result<()> {
     let root = Root::mount(host)?;
+    let busybox = root.path().display().to_string();
+    let sample = installed("sample-test")?.display().to_string();
     let directory = scratch()?;
     let file = directory.path().join("result.xml");
     let path = file.display().to_string();
-    for (words, status, expected) in [
-        (&["echo", "fine"][..], 0, "failures=\"0\" errors=\"0\" skipped=\"0\""),
-        (&["sh", "-c", "echo '1 < 2'; exit 3"], 3, "<failure message=\"exit status 3\">1 &lt; 2\n</failure>"),
+    for (root, words, status, expected) in [
+        ("/", &[sample.as_str()][..], 0, "failures=\"0\" errors=\"0\" skipped=\"0\""),
         (
-            &["--timeout", "1s", "sleep", "1000"],
-            124,
-            "<failure message=\"it was killed after 1s (--timeout)\">",
+            &busybox,
+            &["sh", "-c", "echo '1 < 2'; exit 3"],
+            3,
+            "<failure message=\"exit status 3\">1 &lt; 2\n</failure>",
         ),
-        (&["no-such-command"], 127, "executable file not found in $PATH\"/>"),
+        (
+            "/",
+            &["--env", "SAMPLE_HANGS=1", "--timeout", "2s", &sample],
+            124,
+            "<failure message=\"it was killed after 2s (--timeout)\">",
+        ),
+        (&busybox, &["no-such-command"], 127, "executable file not found in $PATH\"/>"),
     ] {
-        run_in(host, &root, &[&["--junit", &path], words].concat())?.exits(status)?;
+        bulkhead_run(host, &[&["--rootfs", root, "--junit", &path], words].concat()).run()?.exits(status)?;
         let xml = fs::read_to_string(&file)?;
         ensure!(xml.contains(expected), "expected  {expected}\ncame      {xml}");
         let one = xml.matches("<testcase ").count() == 1
@@ -492,18 +499,32 @@ fn bad_images(host: &Host) -> Result<()> {
 }
 
 fn twenty_at_once(host: &Host) -> Result<()> {
-    let root = Root::mount(host)?;
-    run_in(host, &root, &["true"])?.succeeds()?;
+    let sample = installed("sample-test")?.display().to_string();
+    bulkhead_run(host, &["--rootfs", "/", "true"]).run()?.succeeds()?;
     let directory = scratch()?;
     host.leaves_nothing(|| {
         at_once(0..20, |number| {
-            let script = format!("echo number {number}; exit {number}");
+            // Each prints its number, and every second one fails.
+            let manifest = format!("CARGO_MANIFEST_DIR=/number/{number}");
+            let fails = if number % 2 == 1 { "SAMPLE_FAILS=1" } else { "SAMPLE_PASSES=1" };
+            let command =
+                [&sample, "--exact", "--test-threads=1", "--show-output", "may_fail", "prints_where_it_is"];
+            let tests = |runner: &[&str]| {
+                let words = [&[manifest.as_str(), fails, "RUST_BACKTRACE=0"], runner, &command].concat();
+                Cmd::new("env").args(words).limit(host.patience(COMMAND * 4)).run()
+            };
+            let on_host = tests(&[])?;
+            let status = on_host.status.context("the tests were killed")?;
+            ensure!(status == if number % 2 == 1 { 101 } else { 0 }, "came      {}", on_host.text());
             let file = directory.path().join(format!("{number}.xml"));
-            let words = ["--junit", &file.display().to_string(), "sh", "-c", &script];
-            let finished = start_in(host, &root, &words).limit(host.patience(COMMAND * 4)).run()?;
-            finished.exits(number)?.prints(&format!("number {number}\n"))?;
+            let path = file.display().to_string();
+            let came = tests(&["bulkhead", "run", "--rootfs", "/", "--env-all", "--junit", &path])?;
+            let expected = comparable(&on_host.text());
+            let printed = comparable(&came.exits(status)?.text());
+            let is_its_own = printed.contains(&format!("/number/{number}\""));
+            ensure!(printed == expected && is_its_own, "expected  {expected}\ncame      {printed}");
             let xml = fs::read_to_string(&file).with_context(|| format!("no report of run {number}"))?;
-            let (came, expected) = (report::read(&xml)?, Report::of_script(&script, number));
+            let (came, expected) = (report::read(&xml)?, Report::of_tests(&command, status, &expected));
             ensure!(came == expected, "expected  {expected:?}\ncame      {came:?} in {xml}");
             Ok(())
         })?;
@@ -583,7 +604,6 @@ mod tests {
     #[test]
     fn what_differs_in_each_run_is_left_out() {
         let text = "thread 'may_fail' (123) panicked at x\ntest result: ok. 1 passed; finished in 0.01s\n";
-        let finished = Cmd::new("printf").args(["%s", text]).run().unwrap();
-        assert_eq!(comparable(&finished), "thread 'may_fail' panicked at x\ntest result: ok. 1 passed\n");
+        assert_eq!(comparable(text), "thread 'may_fail' panicked at x\ntest result: ok. 1 passed\n");
     }
 }

@@ -5,6 +5,7 @@
 //! files must give the same bytes.
 
 use anyhow::{Context, Result};
+use md5::{Digest, Md5};
 
 use super::archive::{File, gzipped_with_directories};
 
@@ -48,6 +49,8 @@ pub(super) fn package(version: &str, files: Vec<File>) -> Result<Vec<u8>> {
     files.push(File { path: "usr/share/doc/bulkhead/copyright".into(), mode: 0o644, data: license });
     let size: usize = files.iter().map(|file| file.data.len().div_ceil(1024)).sum();
     let control = [
+        // With it, `dpkg --verify` finds a file that was changed.
+        File { path: "md5sums".into(), mode: 0o644, data: md5sums(&files).into_bytes() },
         File { path: "control".into(), mode: 0o644, data: control(version, size).into_bytes() },
         File { path: "postinst".into(), mode: 0o755, data: AFTER_INSTALLATION.into() },
         File { path: "prerm".into(), mode: 0o755, data: BEFORE_REMOVAL.into() },
@@ -60,13 +63,20 @@ pub(super) fn package(version: &str, files: Vec<File>) -> Result<Vec<u8>> {
     Ok(package)
 }
 
+/// The digest of each file, in the form of md5sum(1), by which deb-md5sums(5) wants them.
+fn md5sums(files: &[File]) -> String {
+    let mut lines: Vec<_> = files.iter().map(|file| (&file.path, Md5::digest(&file.data))).collect();
+    lines.sort_by_key(|(path, _)| *path);
+    lines.iter().map(|(path, digest)| format!("{digest:x}  {path}\n")).collect()
+}
+
 fn control(version: &str, kibibytes: usize) -> String {
     format!(
         "Package: bulkhead\nVersion: {version}\nArchitecture: amd64\nMaintainer: The Bulkhead authors\n\
          Installed-Size: {kibibytes}\nRecommends: containerd\nSection: admin\nPriority: optional\n\
          Description: containerd runtime that puts every pod in a microVM\n \
          Each pod has a virtual machine of its own, with a small kernel. It needs KVM, and\n \
-         containerd 1.6, 1.7 or 2. `bulkhead check` says whether this host can run it, and\n \
+         containerd 1.6, 1.7 or 2.1. `bulkhead check` says whether this host can run it, and\n \
          `bulkhead install` configures containerd for Kubernetes.\n"
     )
 }
@@ -113,6 +123,12 @@ mod tests {
             contents.contains(" usr/share/doc/bulkhead/copyright") && !contents.contains("local"),
             "{contents}"
         );
+        let digests = Command::new("dpkg-deb").arg("--info").arg(&path).arg("md5sums").output().unwrap();
+        // That of `text`, as md5sum prints it.
+        let line = |name: &str| format!("1cb251ec0d568de6a929b520c4aed8d1  usr/{name}\n");
+        let all =
+            ["bin/bulkhead", "share/doc/bulkhead/LICENSE", "share/doc/bulkhead/copyright"].map(line).concat();
+        assert_eq!(String::from_utf8(digests.stdout).unwrap(), all);
         let field = |name: &str| {
             let output = Command::new("dpkg-deb").arg("--field").arg(&path).arg(name).output().unwrap();
             String::from_utf8(output.stdout).unwrap()

@@ -9,7 +9,8 @@ use anyhow::{Context, Result, ensure};
 use serde::Deserialize;
 use serde_json::json;
 
-use crate::dist::{SHIPPED, TARGET, cargo, source_dir};
+use crate::dist::{SHIPPED, TARGET, cargo};
+use crate::kernel::Source;
 
 /// How the names of files with a license begin.
 const LICENSE_FILES: [&str; 4] = ["LICENSE", "LICENCE", "COPYING", "NOTICE"];
@@ -103,13 +104,8 @@ pub(super) fn licenses(dependencies: &[Dependency]) -> Result<Vec<u8>> {
 }
 
 /// The list of components. It has neither a time nor a random number, so that it is the same for the same sources.
-pub(super) fn sbom(dependencies: &[Dependency], version: &str) -> Result<Vec<u8>> {
-    let source = source_dir().join("kernel-config/source.toml");
-    let source = fs::read_to_string(&source).with_context(|| format!("cannot read {}", source.display()))?;
-    let source: toml::Table =
-        toml::from_str(&source).context("the kernel's source is not described in TOML")?;
-    let kernel = source.get("version").and_then(toml::Value::as_str).context("the kernel has no version")?;
-    let package = source.get("package").and_then(toml::Value::as_str).context("the kernel has no package")?;
+pub(super) fn sbom(dependencies: &[Dependency], version: &str, kernel: &Source) -> Result<Vec<u8>> {
+    let Source { package, version: kernel, .. } = kernel;
     let mut components = vec![json!({
         "type": "operating-system", "name": package, "version": kernel,
         "purl": format!("pkg:deb/debian/{package}@{kernel}"),
@@ -148,9 +144,13 @@ mod tests {
         // Each map of a process has another order.
         let again = shipped().unwrap();
         assert_eq!(self::licenses(&again).unwrap(), licenses.as_bytes());
-        assert_eq!(self::sbom(&again, "1.2.3").unwrap(), self::sbom(&dependencies, "1.2.3").unwrap());
-        let sbom: serde_json::Value = serde_json::from_slice(&sbom(&dependencies, "1.2.3").unwrap()).unwrap();
+        let text = "package = 'linux-source-6.12'\nversion = '6.12.999-1'\narchive = 'a'\nsha256 = 'b'";
+        let kernel: Source = toml::from_str(text).unwrap();
+        let sbom = |dependencies: &[Dependency]| self::sbom(dependencies, "1.2.3", &kernel).unwrap();
+        assert_eq!(sbom(&again), sbom(&dependencies));
+        let sbom: serde_json::Value = serde_json::from_slice(&sbom(&dependencies)).unwrap();
         assert_eq!(sbom["components"].as_array().unwrap().len(), dependencies.len() + 1);
-        assert_eq!(sbom["components"][0]["name"], "linux-source-6.12");
+        // The one that the kernel was built from, which need not be the pinned one.
+        assert_eq!(sbom["components"][0]["purl"], "pkg:deb/debian/linux-source-6.12@6.12.999-1");
     }
 }

@@ -42,7 +42,7 @@ const SHARE: &str = "usr/local/share";
 const PICTURES: &str = "docs/pictures";
 
 /// Documents of the source tree, and their names below `share/doc/bulkhead`.
-const DOCUMENTS: [(&str, &str); 38] = [
+const DOCUMENTS: [(&str, &str); 37] = [
     ("CHANGELOG.md", "CHANGELOG.md"),
     ("CONTRIBUTING.md", "CONTRIBUTING.md"),
     ("LICENSE", "LICENSE"),
@@ -80,7 +80,6 @@ const DOCUMENTS: [(&str, &str); 38] = [
     ("contrib/kubernetes/daemonset.yaml", "contrib/kubernetes/daemonset.yaml"),
     ("contrib/kubernetes/runtimeclass.yaml", "contrib/kubernetes/runtimeclass.yaml"),
     ("kernel-config/README.md", "kernel-config/README.md"),
-    ("kernel-config/source.toml", "kernel-source.toml"),
 ];
 
 /// Where each shell looks for completions, below `share`.
@@ -161,7 +160,9 @@ fn files(dist: &Dist) -> Result<Vec<File>> {
     }
     let dependencies = dependencies::shipped()?;
     files.push(document("doc/bulkhead/THIRD-PARTY-LICENSES", dependencies::licenses(&dependencies)?));
-    files.push(document("doc/bulkhead/sbom.cdx.json", dependencies::sbom(&dependencies, VERSION)?));
+    let source = &dist.kernel().source;
+    files.push(document("doc/bulkhead/sbom.cdx.json", dependencies::sbom(&dependencies, VERSION, source)?));
+    files.push(document("doc/bulkhead/kernel-source.toml", source.described()?));
     let has = |path: String| files.iter().any(|file| file.path == path);
     for part in ["bulkhead-vmm", "vmlinux", "initramfs.cpio"].map(|name| format!("{LIB}/{name}")) {
         if !has(part.clone()) {

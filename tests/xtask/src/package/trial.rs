@@ -3,6 +3,7 @@
 
 use std::fs;
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use serde::Deserialize;
@@ -19,7 +20,7 @@ use crate::rig::{Payload, Put, Rig, Session};
 use crate::tools::Tools;
 
 /// Where the files are put.
-const ARCHIVE: &str = "/root/bulkhead.tar.gz";
+const ARCHIVE: &str = "/root/bulkhead-0.1.0-x86_64.tar.gz";
 const LATER_ARCHIVE: &str = "/root/bulkhead-later.tar.gz";
 const LATER_PACKAGE: &str = "/root/bulkhead-later.deb";
 const IMAGES: &str = "/root/busybox-oci.tar";
@@ -41,14 +42,37 @@ const START_DOCKER: &str = "systemctl unmask --quiet docker.service docker.socke
     ctr image export /root/busybox.tar docker.io/library/busybox:latest && \
     docker load --quiet --input /root/busybox.tar && rm /root/busybox.tar";
 
-/// All that an installation could leave, and the contents of all configuration.
-pub(super) const STATE: &str = "find /etc -type f -exec sha256sum {} + | sort -k 2; \
+/// All that an installation and its pods could leave: files with the contents of all configuration, links and
+/// directories, units, mounts, processes and cgroups. A part of it that is missing is no error. docker makes the mount
+/// that is left out for the host's own network namespace.
+pub(super) const STATE: &str = r"{
+    find /etc -type f -exec sha256sum {} + | sort -k 2
+    find /etc ! -type f -printf '%y %p %l\n' | sort
     find /usr/bin /usr/local /usr/lib/bulkhead /usr/lib/tmpfiles.d /usr/share/man/man1 /usr/share/doc \
-    /usr/lib/systemd/system/bulkhead-metrics.service \
-    /usr/share/bash-completion /usr/share/zsh /usr/share/fish /run/bulkhead /run/bulkhead-failures.json ! -type d 2>/dev/null | sort";
+        /usr/lib/systemd/system/bulkhead-metrics.service \
+        /usr/share/bash-completion /usr/share/zsh /usr/share/fish /run/bulkhead* | sort
+    systemctl list-unit-files --all --no-legend 'bulkhead*'
+    systemctl list-units --all --no-legend 'bulkhead*'
+    cut --delimiter ' ' --fields 5 /proc/self/mountinfo | grep --extended-regexp 'bulkhead|/containerd/|/netns/' | \
+        grep --invert-match --line-regexp /run/docker/netns/default | sort
+    find /proc -maxdepth 2 -path '/proc/[0-9]*/exe' -printf '%l\n' | grep bulkhead | sort
+    find /sys/fs/cgroup -type d '(' -path '*bulkhead*' -o -path '/sys/fs/cgroup/default/*' -o -name 'docker-*' ')'
+} 2>/dev/null || :";
 
-/// As docs/operations.md says it.
-const REMOVE_ARCHIVE: &str = "tar -tzf /root/bulkhead.tar.gz | sed 's,^,/,' | xargs rm";
+/// How long what ends may take: a shim and a VMM end after the command that has removed their pod.
+const END: Duration = Duration::from_secs(60);
+
+/// Directories of an administrator that the archive shares with other programs. Its removal leaves them, so they are
+/// there before.
+pub(super) const SHARED: &str = "cd /usr/local/share && mkdir -p doc man/man1 bash-completion/completions zsh/site-functions \
+    fish/vendor_completions.d";
+
+/// What removes the files of the archive, as these pages say it.
+const REMOVE_ARCHIVE: [&str; 3] = [
+    "tar -tzf bulkhead-0.1.0-x86_64.tar.gz | sed 's,^,/,' | xargs rm",
+    "find /usr/lib/bulkhead /usr/local/share/doc/bulkhead -type d -empty -delete",
+    "systemctl daemon-reload",
+];
 
 /// Installs, uses, upgrades and removes both, and follows the quick starts, with Debian 13's containerd and with
 /// Debian 12's.
@@ -83,6 +107,7 @@ pub(super) fn run(cache: &Cache, tools: &Tools, dist: &Dist, archive: &Path, pac
         }
         show(&mut session, &format!("ctr image import {IMAGES}"))?;
         hidden(&mut session, WRITE_CNI)?;
+        hidden(&mut session, SHARED)?;
         let before = hidden(&mut session, STATE)?;
         let unpack = |archive: &str| format!("tar -C / -xzf {archive}");
         for (install, upgrade, remove) in [
@@ -91,11 +116,16 @@ pub(super) fn run(cache: &Cache, tools: &Tools, dist: &Dist, archive: &Path, pac
                 format!("dpkg --install {LATER_PACKAGE}"),
                 "dpkg --remove bulkhead".to_owned(),
             ),
-            (unpack(ARCHIVE), unpack(LATER_ARCHIVE), format!("bulkhead uninstall && {REMOVE_ARCHIVE}")),
+            (
+                unpack(ARCHIVE),
+                unpack(LATER_ARCHIVE),
+                format!("set -e; cd /root; bulkhead uninstall; {}", REMOVE_ARCHIVE.join("; ")),
+            ),
         ] {
             install_and_use(&mut session, &install)?;
             upgrade::try_out(&mut session, &upgrade)?;
-            show(&mut session, &remove)?;
+            let said = show(&mut session, &remove)?;
+            ensure!(!said.contains("warn"), "`{remove}` warns of what it has written itself");
             nothing_is_left(&mut session, &before, &format!("`{install}` and `{remove}`"))?;
         }
         // containerd remembers where it found the shim, also when that is gone.
@@ -176,11 +206,16 @@ fn follow(session: &mut Session, page: &str) -> Result<String> {
     Ok(all)
 }
 
-fn nothing_is_left(session: &mut Session, before: &str, by: &str) -> Result<()> {
-    let changed = difference(before, &hidden(session, STATE)?);
-    ensure!(changed.is_empty(), "{by} left:\n{changed}");
-    println!("Nothing is left.");
-    Ok(())
+pub(super) fn nothing_is_left(session: &mut Session, before: &str, by: &str) -> Result<()> {
+    let end = Instant::now() + END;
+    loop {
+        let changed = difference(before, &hidden(session, STATE)?);
+        if changed.is_empty() {
+            println!("Nothing is left.");
+            return Ok(());
+        }
+        ensure!(Instant::now() < end, "{by} left:\n{changed}");
+    }
 }
 
 pub(super) fn ctr_run(flag: &str, id: &str, command: &str) -> String {
@@ -188,7 +223,7 @@ pub(super) fn ctr_run(flag: &str, id: &str, command: &str) -> String {
 }
 
 /// The lines that only one of the texts has.
-pub(super) fn difference(before: &str, after: &str) -> String {
+fn difference(before: &str, after: &str) -> String {
     let only = |one: &str, other: &str, sign: char| -> String {
         let other: std::collections::BTreeSet<_> = other.lines().collect();
         one.lines().filter(|line| !other.contains(line)).map(|line| format!("{sign} {line}\n")).collect()
@@ -197,8 +232,21 @@ pub(super) fn difference(before: &str, after: &str) -> String {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_pages_remove_the_archive_by_the_commands_that_are_tried() {
+        for page in
+            ["README.md", "docs/operations.md", "docs/quickstart-containerd.md", "docs/quickstart-docker.md"]
+        {
+            let text = fs::read_to_string(source_dir().join(page)).unwrap();
+            let commands = REMOVE_ARCHIVE.map(|command| format!("    {command}\n")).concat();
+            assert!(text.contains(&commands), "{page} has others than\n{commands}");
+        }
+        assert!(REMOVE_ARCHIVE[0].contains(ARCHIVE.trim_start_matches("/root/")));
+    }
 
     #[test]
     fn what_is_left_is_named() {

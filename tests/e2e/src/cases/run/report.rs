@@ -2,6 +2,8 @@
 
 use anyhow::{Context, Result, ensure};
 
+use super::comparable;
+
 /// What a report of JUnit says: its only test case, and how it failed.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Report {
@@ -13,12 +15,13 @@ pub(super) struct Report {
 }
 
 impl Report {
-    /// The report of a script that prints its number and exits with it.
-    pub(super) fn of_script(script: &str, number: i32) -> Self {
-        let failure = (number != 0).then(|| [format!("exit status {number}"), format!("number {number}\n")]);
+    /// The report of tests that print this, as it is [`comparable`].
+    pub(super) fn of_tests(command: &[&str], status: i32, printed: &str) -> Self {
+        let failure = (status != 0).then(|| [format!("exit status {status}"), printed.to_owned()]);
         let failures = if failure.is_some() { "1" } else { "0" };
         let counts = ["1", failures, "0"].map(str::to_owned);
-        Self { counts, name: format!("sh -c {script}"), class: "sh".into(), failure }
+        let program = command.first().and_then(|program| program.rsplit('/').next()).unwrap_or_default();
+        Self { counts, name: command.join(" "), class: program.to_owned(), failure }
     }
 }
 
@@ -39,7 +42,8 @@ pub(super) fn read(xml: &str) -> Result<Report> {
             let [message] = element(&mut rest, "<failure", ">", &["message"])?;
             let (text, after) = rest.split_once("</failure>").context("the failure has no end")?;
             rest = after;
-            Some([message, text.to_owned()])
+            let text = ENTITIES.iter().fold(text.to_owned(), |text, (entity, is)| text.replace(entity, is));
+            Some([message, comparable(&text)])
         }
         false => None,
     };
@@ -49,6 +53,10 @@ pub(super) fn read(xml: &str) -> Result<Report> {
     ensure!(rest.trim().is_empty(), "more after the end: {rest:?}");
     Ok(Report { counts, name, class, failure })
 }
+
+/// The last one is that of the others' first character.
+const ENTITIES: [(&str, &str); 5] =
+    [("&lt;", "<"), ("&gt;", ">"), ("&quot;", "\""), ("&apos;", "'"), ("&amp;", "&")];
 
 const COUNTS: [&str; 4] = ["tests", "failures", "errors", "time"];
 
@@ -84,14 +92,14 @@ mod tests {
                     <testsuites tests=\"1\" failures=\"1\" errors=\"0\" time=\"0.100\">\n\
                     <testsuite name=\"bulkhead run\" tests=\"1\" failures=\"1\" errors=\"0\" \
                     skipped=\"0\" time=\"0.100\">\n\
-                    <testcase name=\"sh -c x\" classname=\"sh\" time=\"0.100\">\n\
-                    <failure message=\"exit status 3\">number 3\n</failure>\n\
+                    <testcase name=\"/bin/sh -c x\" classname=\"sh\" time=\"0.100\">\n\
+                    <failure message=\"exit status 3\">1 &lt; 3\n</failure>\n\
                     </testcase>\n</testsuite>\n</testsuites>\n";
-        assert_eq!(read(good).unwrap(), Report::of_script("x", 3));
+        assert_eq!(read(good).unwrap(), Report::of_tests(&["/bin/sh", "-c", "x"], 3, "1 < 3\n"));
         for bad in [
             good.replace("</testsuite>", ""),
             good.replacen("failures=\"1\"", "failures=\"0\"", 1),
-            good.replace("name=\"sh -c x\"", "name=\"sh -c x"),
+            good.replace("name=\"/bin/sh -c x\"", "name=\"/bin/sh -c x"),
             good.replace("0.100", "soon"),
             format!("{good}{good}"),
             good[..good.len() / 2].to_owned(),

@@ -1,0 +1,225 @@
+//! containerd's log, which has the lines of the shims too.
+
+use std::{
+    fmt,
+    fs::File,
+    io::{self, BufRead, BufReader, Read, Seek, SeekFrom},
+    path::{Path, PathBuf},
+};
+
+use serde::Deserialize;
+
+use crate::command_output;
+
+/// How much of the end of a log in a file is looked through, in bytes.
+const END: u64 = 16 << 20;
+
+/// The name of the runtime and of its parts, in the lines of containerd.
+const NAME: &str = "bulkhead";
+
+/// The levels of containerd's lines that are about what an operator may have to know. At debug it writes down the specs
+/// of containers, with their whole environment.
+const LEVELS: [&str; 6] = ["info", "warning", "warn", "error", "fatal", "panic"];
+
+/// What is in lines of containerd that have a spec, or its whole configuration with the passwords of registries, which
+/// the CRI plugin logs at info when it starts.
+const PRIVATE: [&str; 7] = ["spec:", "spec=", "Spec{", "\"spec\":", "with config ", "config=", "\"config\":"];
+
+/// Where containerd writes its log.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Log {
+    /// To its standard error, which systemd copies to the journal. It is of one of these units.
+    Journal(Vec<String>),
+    File(PathBuf),
+}
+
+impl Log {
+    /// The last lines that are wanted, of the last `looked_at` lines of the journal or of the end of the file.
+    pub(crate) fn last_lines(
+        &self,
+        looked_at: u32,
+        most: usize,
+        is_wanted: impl Fn(&str) -> bool + Send + 'static,
+    ) -> io::Result<Vec<String>> {
+        match self {
+            Self::Journal(units) => {
+                let mut arguments =
+                    vec!["--no-pager".to_owned(), "--quiet".to_owned(), format!("--lines={looked_at}")];
+                arguments.extend(units.iter().map(|unit| format!("--unit={unit}")));
+                let arguments: Vec<_> = arguments.iter().map(String::as_str).collect();
+                command_output::last_lines("journalctl", &arguments, most, is_wanted)
+            }
+            Self::File(path) => end_of(path, most, is_wanted),
+        }
+    }
+}
+
+impl fmt::Display for Log {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Journal(units) => write!(f, "the log of the unit {}", units.join(" or ")),
+            Self::File(path) => path.display().fmt(f),
+        }
+    }
+}
+
+fn end_of(path: &Path, most: usize, is_wanted: impl Fn(&str) -> bool) -> io::Result<Vec<String>> {
+    let mut file = File::open(path)?;
+    let begin = file.metadata()?.len().saturating_sub(END);
+    file.seek(SeekFrom::Start(begin))?;
+    // The file may grow meanwhile.
+    let mut file = BufReader::new(file.take(END));
+    if begin > 0 {
+        // This is the rest of a line, and whose line it is was said at its beginning.
+        file.skip_until(b'\n')?;
+    }
+    command_output::last_of(file, most, is_wanted)
+}
+
+/// A line of a shim.
+pub(crate) enum ShimLine<'l> {
+    /// What follows `pod{namespace=`: `"NAMESPACE" id="ID"}: ...`.
+    Text(&'l str),
+    Json(PodOfLine),
+}
+
+/// The pod that a line of JSON names.
+#[derive(Deserialize)]
+pub(crate) struct PodOfLine {
+    pub(crate) namespace: String,
+    pub(crate) id: String,
+}
+
+/// A line with `log_format = "json"`.
+#[derive(Deserialize)]
+struct JsonLine {
+    pod: PodOfLine,
+}
+
+/// The line, if it is of a shim that serves a pod. Each one names its pod first, as text or as JSON. What comes later
+/// in the line may be chosen by a guest.
+pub(crate) fn shim_line(line: &str) -> Option<ShimLine<'_>> {
+    // Before the first brace is only what the journal and the level write, and nothing that a guest chooses.
+    let (before, rest) = line.split_once('{')?;
+    // containerd's own lines have the level by this name.
+    let is_text = before.ends_with("pod") && !before.contains(" level=");
+    if let Some(names) = rest.strip_prefix("namespace=").filter(|_| is_text) {
+        return Some(ShimLine::Text(names));
+    }
+    serde_json::from_str(&format!("{{{rest}")).ok().map(|JsonLine { pod }| ShimLine::Json(pod))
+}
+
+/// Whether a line has no secret and may help somebody: one of a shim, or one in which containerd itself says something
+/// about Bulkhead. A shim never logs a spec or an environment.
+pub(crate) fn is_for_support(line: &str) -> bool {
+    if shim_line(line).is_some() {
+        return true;
+    }
+    let says = |word: &&str| line.contains(word);
+    let level = level_of(line);
+    level.is_some_and(|level| LEVELS.contains(&level.as_str())) && says(&NAME) && !PRIVATE.iter().any(says)
+}
+
+/// The level of a line of containerd's own, as text (`time="..." level=info msg=...`) or as JSON.
+fn level_of(line: &str) -> Option<String> {
+    #[derive(Deserialize)]
+    struct Line {
+        level: String,
+        #[serde(rename = "msg")]
+        _message: String,
+    }
+    if let Some((_, rest)) = line.split_once("time=\"") {
+        let (time, rest) = rest.split_once("\" level=")?;
+        // What a text in the line says of levels does not count.
+        let is_time = time.starts_with(|c: char| c.is_ascii_digit()) && !time.contains([' ', '"']);
+        return rest.split_whitespace().next().filter(|_| is_time).map(str::to_owned);
+    }
+    let (_, rest) = line.split_once('{')?;
+    serde_json::from_str(&format!("{{{rest}")).ok().map(|Line { level, .. }| level)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    const PREFIX: &str = "Nov 27 03:47:03 node containerd[334]: ";
+    const TIME: &str = "2026-11-27T03:47:03.000000001Z";
+
+    fn text(level: &str, message: &str) -> String {
+        format!("{PREFIX}time=\"{TIME}\" level={level} msg={message:?}")
+    }
+
+    fn json(level: &str, message: &str) -> String {
+        let line = serde_json::json!({ "level": level, "msg": message, "time": TIME });
+        format!("{PREFIX}{line}")
+    }
+
+    #[test]
+    fn a_line_with_a_spec_is_not_for_support_although_it_names_bulkhead() {
+        let spec = "Container \"web\" spec: (*specs.Spec){Process:{Env:[PASSWORD=secret]} \
+                    Annotations:map[bulkhead.dev/console:true]}";
+        let image = "CreateContainer of registry.example/bulkhead:1 with PASSWORD=secret";
+        let configuration =
+            "Start cri plugin with config {Registry:{Auths:map[r:{Password:secret}]} bulkhead}";
+        // The value of a variable may look like a line of a shim, or of another level.
+        let forged = "Env:[A=pod{namespace=\"a\" id=\"b\"}: PASSWORD=secret level=info bulkhead]";
+        let of_another_level = "Env:[A=time=\"2026\" level=info PASSWORD=secret bulkhead]";
+        for of in [text, json] {
+            for (level, message) in [
+                ("debug", spec),
+                ("trace", spec),
+                ("info", spec),
+                ("debug", image),
+                ("trace", image),
+                ("info", configuration),
+                ("debug", forged),
+                ("debug", of_another_level),
+            ] {
+                let line = of(level, message);
+                assert!(!is_for_support(&line), "{line}");
+            }
+        }
+        for rest_of_a_line in [image, "A=level=info bulkhead PASSWORD=secret", ""] {
+            assert!(!is_for_support(&format!("{PREFIX}{rest_of_a_line}")), "{rest_of_a_line}");
+        }
+    }
+
+    #[test]
+    fn what_the_shims_say_and_what_containerd_says_of_them_is_for_support() {
+        let failed = "failed to start io.containerd.bulkhead.v2: exit status 1";
+        for level in ["info", "warning", "error"] {
+            assert!(is_for_support(&text(level, failed)) && is_for_support(&json(level, failed)), "{level}");
+        }
+        assert!(!is_for_support(&text("info", "StopPodSandbox returns successfully")));
+        assert!(is_for_support(&format!(
+            "{PREFIX}DEBUG pod{{namespace=\"a\" id=\"b\"}}: the guest is ready"
+        )));
+        let pod = "{\"timestamp\":\"x\",\"level\":\"DEBUG\",\"pod\":{\"id\":\"b\",\"namespace\":\"a\"}}";
+        assert!(is_for_support(pod));
+        // A guest cannot hide its lines.
+        let guest = text("debug", "spec: pod{");
+        let guest = format!("{PREFIX} WARN pod{{namespace=\"a\" id=\"b\"}}: a program says line={guest:?}");
+        assert!(is_for_support(&guest), "{guest}");
+        let refused = "bulkhead: /etc/bulkhead/config.toml: line 2: there is no key";
+        assert!(is_for_support(&text("error", refused)));
+    }
+
+    #[test]
+    fn a_file_is_read_from_its_end_by_whole_lines() {
+        let dir = tempfile::tempdir().unwrap();
+        let log = Log::File(dir.path().join("containerd.log"));
+        let Log::File(path) = &log else { unreachable!() };
+        assert_eq!(log.last_lines(9, 9, |_| true).unwrap_err().kind(), io::ErrorKind::NotFound);
+        fs::write(path, "a1\nb\na2\na3\n").unwrap();
+        let starts = |line: &str| line.starts_with('a');
+        assert_eq!(log.last_lines(1, 2, starts).unwrap(), ["a2", "a3"]);
+        // The last bytes that are read begin in the middle of the first line.
+        fs::write(path, format!("{}\nlast\n", "a".repeat(END as usize))).unwrap();
+        assert_eq!(log.last_lines(1, 9, |_| true).unwrap(), ["last"]);
+        assert_eq!(log.to_string(), path.display().to_string());
+        let journal = Log::Journal(vec!["k3s".into(), "k3s-agent".into()]);
+        assert_eq!(journal.to_string(), "the log of the unit k3s or k3s-agent");
+    }
+}
