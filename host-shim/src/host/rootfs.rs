@@ -88,9 +88,9 @@ impl DiskRoot {
 }
 
 impl Rootfs {
-    /// Whether nobody but the container changes the files. A snapshotter makes a snapshot for one container. A
-    /// directory belongs to whoever named it, such as docker, which writes into it (`docker cp`), and so does one
-    /// that is bound (BuildKit).
+    /// Whether it can be known that nobody but the container changes the files. A snapshotter makes a snapshot for one
+    /// container. A directory belongs to whoever named it, such as docker, which writes into it (`docker cp`), and so
+    /// does one that is bound (BuildKit).
     pub(crate) fn is_exclusive(&self) -> bool {
         match self {
             Self::Mounts(mounts) => !mounts.iter().any(|mount| matches!(&*mount.kind, "bind" | "rbind")),

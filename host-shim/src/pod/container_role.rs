@@ -60,6 +60,15 @@ pub(crate) enum Owner {
     Sandbox(String),
 }
 
+/// containerd's namespace of docker's containers.
+const DOCKER: &str = "moby";
+
+/// Whether a namespace is docker's. A daemon with `userns-remap` adds the user and the group that root is mapped to:
+/// `moby-200000.200000`.
+pub(crate) fn is_dockers(namespace: &str) -> bool {
+    namespace.strip_prefix(DOCKER).is_some_and(|rest| rest.is_empty() || rest.starts_with('-'))
+}
+
 impl Role {
     /// Reads the annotations of a container in this namespace of containerd. In a namespace other than that of the
     /// CRI plugin anybody may write such annotations, and they say nothing, as on runc.
@@ -234,6 +243,12 @@ mod tests {
 
     use super::*;
     use crate::testing::is_on_troubleshooting_page;
+
+    #[test]
+    fn docker_has_a_namespace_for_each_user_that_its_root_is_mapped_to() {
+        assert!(is_dockers("moby") && is_dockers("moby-200000.200000"));
+        assert!(!is_dockers("default") && !is_dockers("k8s.io") && !is_dockers("mobydick"));
+    }
 
     fn role(annotations: &[(&str, &str)]) -> Result<Role, RequestError> {
         Role::of(

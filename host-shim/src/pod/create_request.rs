@@ -27,7 +27,7 @@ use crate::{
     },
     pod::{
         block_io,
-        container_role::{self, Joined, Role},
+        container_role::{self, Joined, Role, is_dockers},
         cri::SandboxConfig,
         device_mounts,
         devices::{self, Disk, ThisHost},
@@ -40,7 +40,7 @@ use crate::{
         id_mappings::IdMappings,
         options::Options,
         request_error::{RequestError, invalid, unimplemented},
-        spec::{Linux, Resources, Spec, is_bind},
+        spec::{Linux, Resources, Spec, edit_json, is_bind},
         stdio_endpoint::StdioPlan,
         terminal,
     },
@@ -244,7 +244,7 @@ impl CreatePlan {
         let (root, binds) = match (&role, creation) {
             (Role::Sandbox, _) | (_, CreateRequest::Sandbox { .. }) => (Root::default(), Binds::default()),
             (Role::Single | Role::Member { .. }, CreateRequest::Task(request)) => {
-                (root(request, &spec, bundle)?, binds(&spec, bundle, &role, budget)?)
+                (root(request, &spec, bundle, namespace)?, binds(&spec, bundle, &role, budget)?)
             }
         };
         let mut resources = linux.resources.clone();
@@ -287,6 +287,18 @@ impl CreatePlan {
             )?,
             spec_json: serde_json::to_vec(&document).map_err(|source| file.damaged(source))?,
         })
+    }
+
+    /// The plan whose root only the container changes, as the configuration says (`exclusive_roots`).
+    pub(crate) fn with_exclusive_root(self, bundle: &Path) -> Result<Self, RequestError> {
+        if self.rootfs.is_none() {
+            return Ok(self);
+        }
+        let place = place_of_root(&self.id, true);
+        let edited = edit_json(&self.spec_json, |document| document["root"]["path"] = place.into());
+        let path = bundle.join("config.json");
+        let spec_json = edited.map_err(|source| RequestError::Parse { path, source })?.into_owned();
+        Ok(Self { spec_json, ..self })
     }
 }
 
@@ -343,12 +355,22 @@ fn asks_runc(annotation: &str) -> bool {
 struct Root {
     files: Option<Rootfs>,
     ids: Option<IdMappings>,
+    /// Whether nobody but the container changes the files.
+    is_exclusive: bool,
 }
 
-fn root(request: &api::CreateTaskRequest, spec: &Spec, bundle: &Path) -> Result<Root, RequestError> {
+fn root(
+    request: &api::CreateTaskRequest,
+    spec: &Spec,
+    bundle: &Path,
+    namespace: &str,
+) -> Result<Root, RequestError> {
     if request.rootfs.is_empty() {
         let root = spec.root.as_ref().ok_or_else(|| invalid("root", "is missing"))?;
-        return Ok(Root { files: Some(Rootfs::Directory(bundle.join(root.path()))), ids: None });
+        // docker copies nothing into a container whose root is read-only (`docker cp`).
+        let is_exclusive = is_dockers(namespace) && root.readonly() == Some(true);
+        let files = Rootfs::Directory(bundle.join(root.path()));
+        return Ok(Root { files: Some(files), ids: None, is_exclusive });
     }
     let mut ids = None;
     let mut mounts = Vec::new();
@@ -365,7 +387,14 @@ fn root(request: &api::CreateTaskRequest, spec: &Spec, bundle: &Path) -> Result<
     if disk.is_some() && ids.is_some() {
         return Err(unimplemented("rootfs[0].options: other ids", " on a file system that the guest mounts"));
     }
-    Ok(Root { files: Some(disk.map_or(Rootfs::Mounts(mounts), Rootfs::Disk)), ids })
+    let files = disk.map_or(Rootfs::Mounts(mounts), Rootfs::Disk);
+    Ok(Root { is_exclusive: files.is_exclusive(), files: Some(files), ids })
+}
+
+/// Where the guest has a root that the host mounts.
+fn place_of_root(id: &str, is_exclusive: bool) -> String {
+    let device = if is_exclusive { ROOTS_DIR } else { SHARE_DIR };
+    format!("{device}/{id}/{ROOTFS}")
 }
 
 /// The bind mounts of a spec, by their indexes in its `mounts`.
@@ -504,9 +533,8 @@ fn host_name() -> String {
 fn adapt(document: &mut Value, id: &str, root: &Root, binds: &Binds, joined: &[Joined]) {
     let share = format!("{SHARE_DIR}/{id}");
     let read_only = document.pointer("/root/readonly").cloned().unwrap_or(Value::Bool(false));
-    let device = if root.files.as_ref().is_some_and(Rootfs::is_exclusive) { ROOTS_DIR } else { SHARE_DIR };
     document["root"] =
-        serde_json::json!({ "path": format!("{device}/{id}/{ROOTFS}"), "readonly": read_only });
+        serde_json::json!({ "path": place_of_root(id, root.is_exclusive), "readonly": read_only });
     if let Some(ids) = &root.ids {
         document["root"]["uidMappings"] = serde_json::json!(ids.users);
         document["root"]["gidMappings"] = serde_json::json!(ids.groups);
@@ -600,13 +628,21 @@ mod tests {
         spec: &Value,
         change: impl FnOnce(&mut api::CreateTaskRequest),
     ) -> Result<CreatePlan, RequestError> {
+        read_in(CRI_NAMESPACE, spec, change)
+    }
+
+    fn read_in(
+        namespace: &str,
+        spec: &Value,
+        change: impl FnOnce(&mut api::CreateTaskRequest),
+    ) -> Result<CreatePlan, RequestError> {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("config.json"), spec.to_string()).unwrap();
         let mut request = api::CreateTaskRequest::new();
         request.id = "demo".into();
         request.bundle = dir.path().display().to_string();
         change(&mut request);
-        CreatePlan::read(CRI_NAMESPACE, &CreateRequest::Task(request), None, &Budget::default())
+        CreatePlan::read(namespace, &CreateRequest::Task(request), None, &Budget::default())
     }
 
     #[test]
@@ -656,6 +692,33 @@ mod tests {
         assert_eq!(plan.hostname, "demo");
         let Some(Rootfs::Directory(rootfs)) = plan.rootfs else { panic!("{:?}", plan.rootfs) };
         assert!(rootfs.is_absolute() && rootfs.ends_with("rootfs"));
+    }
+
+    #[test]
+    fn a_root_that_only_the_container_changes_is_on_the_device_for_these() {
+        let place = |plan: &CreatePlan| {
+            let given: Value = serde_json::from_slice(&plan.spec_json).unwrap();
+            given["root"]["path"].as_str().unwrap().to_owned()
+        };
+        let mounted = |kind: &str| {
+            let kind = kind.to_owned();
+            let mount = api::Mount { type_: kind.clone(), source: kind, ..Default::default() };
+            read_with(&spec(), |request| request.rootfs.push(mount)).unwrap()
+        };
+        let (exclusive, shared) = ("/run/bulkhead/roots/demo/rootfs", "/run/bulkhead/share/demo/rootfs");
+        assert_eq!((place(&mounted("overlay")), place(&mounted("bind"))), (exclusive.into(), shared.into()));
+        // `docker cp` refuses to write into a root that is read-only. Others may write into theirs.
+        let mut spec = spec();
+        let directory = |namespace: &str, spec: &Value| read_in(namespace, spec, |_| {}).unwrap();
+        assert_eq!(place(&directory("moby", &spec)), exclusive);
+        assert_eq!(place(&directory("default", &spec)), shared);
+        spec["root"] = json!({"path": "rootfs"});
+        let writable = directory("moby", &spec);
+        assert_eq!(place(&writable), shared);
+        // The configuration says so.
+        for plan in [writable, mounted("bind")] {
+            assert_eq!(place(&plan.with_exclusive_root(Path::new("/bundle")).unwrap()), exclusive);
+        }
     }
 
     #[test]

@@ -279,12 +279,16 @@ impl Pod {
         }
         let (config, sandbox_files) = (vm.settings.config.clone(), vm.sandbox_files());
         let (namespace, reading) = (vm.settings.namespace.clone(), creation.clone());
-        let budget = vm.volume_copies.budget.clone();
+        let (budget, exclusive_roots) = (vm.volume_copies.budget.clone(), vm.has_exclusive_roots());
         let read = move || -> Result<_, TaskError> {
             let config = if is_first { Some(Config::load(&config)?) } else { None };
             config.as_ref().map_or(Ok(()), Config::check_files)?;
             let plan = CreatePlan::read(&namespace, &reading, sandbox_files.as_deref(), &budget)?;
             let config = config.map(|config| config.with_annotations(&plan.annotations)).transpose()?;
+            let plan = match config.as_ref().map_or(exclusive_roots, |config| config.exclusive_roots) {
+                true => plan.with_exclusive_root(reading.bundle())?,
+                false => plan,
+            };
             Ok((config, plan))
         };
         let step = vm.time(creation.id(), Step::ReadRequest);

@@ -28,7 +28,7 @@ use std::{
     path::{Path, PathBuf},
     sync::{
         Arc, Mutex,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::Duration,
 };
@@ -116,6 +116,8 @@ pub(crate) struct PodVm {
     containers: Mutex<HashMap<String, Registered>>,
     /// The huge pages of a pod of Kubernetes, bytes. Those of its containers are a part of them.
     huge_pages: AtomicU64,
+    /// What the configuration says of the roots of its containers.
+    exclusive_roots: AtomicBool,
     /// Tells when containers come and go, or their memory limits change.
     limits_changed: watch::Sender<()>,
     /// How long the start of its first container takes.
@@ -168,6 +170,7 @@ impl PodVm {
             pod_volumes: Arc::default(),
             containers: Mutex::default(),
             huge_pages: AtomicU64::default(),
+            exclusive_roots: AtomicBool::default(),
             limits_changed: watch::Sender::default(),
             timeline: Timeline::default(),
             start_record: Mutex::default(),
@@ -178,6 +181,12 @@ impl PodVm {
     /// Whether `id` is the pod's own id, and so that of its first container.
     pub(crate) fn is_first(&self, id: &str) -> bool {
         id == self.settings.id
+    }
+
+    /// Whether nobody but the pod's containers changes their roots, as the configuration says. Known when the host is
+    /// prepared.
+    pub(crate) fn has_exclusive_roots(&self) -> bool {
+        self.exclusive_roots.load(Ordering::Relaxed)
     }
 
     /// Notes that the start of the pod begins, if `id` is its first container.
@@ -267,6 +276,7 @@ impl PodVm {
         step: impl Send + 'static,
     ) -> Result<(), TaskError> {
         let mut host = self.host.lock().await;
+        self.exclusive_roots.store(config.exclusive_roots, Ordering::Relaxed);
         let path = self.settings.state_path();
         let bundle = Effect::Bundle { path: bundle.to_owned() };
         let socket = self.settings.socket.clone().map(|path| Effect::ShimSocket { path });

@@ -22,7 +22,7 @@ use tokio::sync::watch;
 use ttrpc::r#async::{Service, TtrpcContext};
 
 use crate::{
-    pod::{container::Container, create_request::CreateRequest, pod::Pod},
+    pod::{container::Container, container_role::is_dockers, create_request::CreateRequest, pod::Pod},
     process::{
         error::TaskError,
         exec::Exec,
@@ -35,16 +35,6 @@ use crate::{
 
 /// The names of the service in containerd 2 and in older versions. The messages are the same.
 const SERVICES: [&str; 2] = ["containerd.task.v3.Task", "containerd.task.v2.Task"];
-
-/// containerd's namespace of docker's containers. `docker top` looks the pids up among the host's processes, and
-/// would show processes of the host that happen to have the guest's pids.
-const DOCKER: &str = "moby";
-
-/// Whether a namespace is docker's. A daemon with `userns-remap` adds the user and the group that root is mapped to:
-/// `moby-200000.200000`.
-fn is_dockers(namespace: &str) -> bool {
-    namespace.strip_prefix(DOCKER).is_some_and(|rest| rest.is_empty() || rest.starts_with('-'))
-}
 
 /// The service.
 #[derive(Debug, Clone)]
@@ -164,6 +154,7 @@ impl TaskService {
 
     async fn list_pids(&self, id: &str) -> Result<Vec<u32>, TaskError> {
         let container = self.pod.container(id)?;
+        // docker looks the pids up among the host's processes, and would show those that happen to have them.
         if is_dockers(self.pod.namespace()) {
             let hint = "; run ps in the container by docker exec";
             let what = "docker top of the processes of a microVM";
@@ -398,16 +389,5 @@ impl Task for TaskService {
         let metrics = self.stats_of(&request.id).await.map_err(|e| rpc_status::of(&request.id, &e))?;
         response.stats = Some(metrics).into();
         Ok(response)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::is_dockers;
-
-    #[test]
-    fn docker_has_a_namespace_for_each_user_that_its_root_is_mapped_to() {
-        assert!(is_dockers("moby") && is_dockers("moby-200000.200000"));
-        assert!(!is_dockers("default") && !is_dockers("k8s.io") && !is_dockers("mobydick"));
     }
 }

@@ -20,7 +20,7 @@ pub const CONFIG_PATH: &str = "/etc/bulkhead/config.toml";
 const DROP_INS: &str = "d";
 
 /// The keys of the configuration, for a message about one that is not among them.
-const KEYS: [&str; 14] = [
+const KEYS: [&str; 15] = [
     "kernel",
     "initramfs",
     "vmm",
@@ -31,6 +31,7 @@ const KEYS: [&str; 14] = [
     "max_memory_mib",
     "hugepages",
     "templates",
+    "exclusive_roots",
     "console",
     "log_level",
     "log_format",
@@ -39,13 +40,14 @@ const KEYS: [&str; 14] = [
 
 /// The keys that an annotation of a pod may set. Not among them: what names a file of the host, which a pod must not
 /// choose.
-pub(crate) const ANNOTATION_KEYS: [&str; 8] = [
+pub(crate) const ANNOTATION_KEYS: [&str; 9] = [
     "vcpus",
     "max_vcpus",
     "memory_mib",
     "unlimited_memory_mib",
     "max_memory_mib",
     "templates",
+    "exclusive_roots",
     "console",
     "log_level",
 ];
@@ -85,6 +87,9 @@ pub struct Config {
     pub hugepages: bool,
     /// Start VMs as clones of one that was saved when it had booted, where nothing speaks against it.
     pub templates: bool,
+    /// Nobody but the guest changes the files of roots that are directories of the host. So the guest may cache them
+    /// without limit, as it does those of snapshots.
+    pub exclusive_roots: bool,
     /// Keep the guest's serial console in the pod's `console/console.log`. It slows the boot. Without it only the last
     /// words of the guest's kernel are logged.
     pub console: bool,
@@ -144,6 +149,7 @@ impl Default for Config {
             max_memory_mib: None,
             hugepages: false,
             templates: true,
+            exclusive_roots: false,
             console: false,
             log_level: LogLevel::Info,
             log_format: LogFormat::Text,
@@ -423,7 +429,7 @@ mod tests {
         let config = load(
             "kernel='/k'\ninitramfs='/i'\nvmm='/v'\nvcpus=2\nmax_vcpus=4\nmemory_mib=512\nunlimited_memory_mib=768\n\
              max_memory_mib=1024\n\
-             hugepages=true\ntemplates=false\nconsole=true\nlog_level='debug'\n\
+             hugepages=true\ntemplates=false\nexclusive_roots=true\nconsole=true\nlog_level='debug'\n\
              log_format='json'\nallowed_annotations=['console','vcpus']\n",
         )
         .unwrap();
@@ -442,6 +448,7 @@ mod tests {
                 max_memory_mib: Some(1024),
                 hugepages: true,
                 templates: false,
+                exclusive_roots: true,
                 console: true,
                 log_level: LogLevel::Debug,
                 log_format: LogFormat::Json,

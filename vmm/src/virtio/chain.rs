@@ -129,6 +129,13 @@ impl<'m> Buffers<'m> {
         Some(bytes)
     }
 
+    /// Copies the first `N` bytes, which stay. Returns None if there are fewer.
+    pub fn peek_array<const N: usize>(&self) -> Option<[u8; N]> {
+        let mut bytes = [0; N];
+        (self.len >= N).then(|| self.copy_to(&mut bytes))?;
+        Some(bytes)
+    }
+
     /// Copies all bytes, so that the guest cannot change them any more.
     pub fn to_vec(&self) -> Vec<u8> {
         let mut bytes = vec![0; self.len];
@@ -201,6 +208,8 @@ mod tests {
         let mut chain = walk(&memory, &chain).unwrap();
 
         assert_eq!((chain.readable.len(), chain.writable.len()), (6, 8));
+        assert_eq!(chain.readable.peek_array(), Some(*b"abcd"));
+        assert_eq!(chain.readable.peek_array::<7>(), None);
         assert_eq!(chain.readable.read_array(), Some(*b"ab"));
         assert_eq!(chain.readable.read_array(), Some(*b"cde"));
         assert_eq!(chain.readable.read_array::<2>(), None);

@@ -12,6 +12,8 @@ use containerd_shim_protos::types::task::Status;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::Signal;
 
+mod slow_syncs;
+
 use super::Case;
 use super::jail::Vmm;
 use crate::command::{Cmd, Size, wait_until};
@@ -29,6 +31,7 @@ pub(super) const CASES: &[Case] = &[
     Case::bulkhead("one_outlives_containerd", outlives_containerd),
     Case::bulkhead("a_vmm_ends_while_a_file_system_that_it_serves_hangs", vmm_with_hung_files),
     Case::both("a_file_system_that_hangs_does_not_stop_the_others", others_go_on),
+    Case::both("syncs_that_wait_for_the_disk_do_not_stop_a_read", slow_syncs::reads_go_on),
     Case::both("a_client_that_reads_no_more_keeps_no_killed_container_alive", deaf_client),
     Case::both("output_that_was_not_read_at_the_end_of_a_process_still_arrives", late_reader),
 ];

@@ -39,8 +39,11 @@ Written by `cargo xtask bench counts`, not by hand. These are counts, not times.
 in a container that runs already. It is the smallest number of several rounds. A row does its work several times, and
 what it costs to do it zero times is subtracted.
 
-The container's root is a snapshot of an image, as containerd and Kubernetes give it. One row is about a bind mount. The
-numbers *before* are of 2026-11-22. The root was a directory of the host then, and IOCTL was counted as OTHER.
+The container's root is a snapshot of an image, as containerd and Kubernetes give it. One row is about a bind mount. Two
+are about a root that is a directory of the host, as docker gives it, with and without `exclusive_roots`
+([operations](operations.md#roots-that-are-directories)). Without it, the guest looks names up again after 10 or 60
+seconds, which adds requests where Python starts slowly. The numbers *before* are of 2026-11-22. The root was a
+directory of the host then, and IOCTL was counted as OTHER.
 
 - *Requests* are FUSE requests of the guest to the file server.
 - *Exits* are all exits of the vCPU; *MMIO* are those of them in which the VMM emulates a register. *Interrupts* are

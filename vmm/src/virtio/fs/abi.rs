@@ -12,6 +12,8 @@ pub(super) const IN_HEADER: usize = 40;
 pub(super) const OUT_HEADER: usize = 16;
 /// Bytes of `fuse_write_in`. The data follows it.
 pub(super) const WRITE_IN: usize = 40;
+/// Where `flags` is in `fuse_write_in`: the flags of the open file, and those of the write.
+pub(super) const WRITE_FLAGS: usize = 32;
 
 /// Bytes of `fuse_dirent`. The name follows it.
 pub(super) const DIRENT: usize = 24;

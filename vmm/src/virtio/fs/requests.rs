@@ -6,7 +6,8 @@
 //!
 //! Requests for one file system may use only a part of the threads. If its share is used up, further requests for it
 //! are parked: they stay unused in guest memory. So a file system that does not respond, with any number of requests,
-//! leaves threads for the others.
+//! leaves threads for the others. Requests that write to the disk, such as FSYNC, may not use the whole share: a disk
+//! may take seconds for each, and the other requests for the file system are served meanwhile.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -18,7 +19,7 @@ use std::{
     },
 };
 
-use rustix::io::Errno;
+use rustix::{fs::OFlags, io::Errno};
 use virtio_queue::{DescriptorChain, QueueOwnedT, QueueT};
 use vmm_sys_util::{
     epoll::EventSet,
@@ -26,21 +27,23 @@ use vmm_sys_util::{
 };
 
 use super::{
-    abi::{Header, IN_HEADER, opcode},
+    abi::{Args, Header, IN_HEADER, WRITE_FLAGS, WRITE_IN, opcode},
     file_server::{Server, Shared},
 };
 use crate::{
     GuestMemory, lock,
     virtio::{
         ActiveQueue, Interrupt,
-        chain::{Chain, ChainError},
+        chain::{Buffers, Chain, ChainError},
         event_loop::{EventError, Events},
         queue::QueueError,
     },
 };
 
 /// How many threads requests for one file system may use.
-const THREADS_OF_FILE_SYSTEM: usize = 3;
+const THREADS_OF_FILE_SYSTEM: usize = 4;
+/// How many of them requests of one kind may use.
+const THREADS_OF_KIND: usize = 3;
 /// Requests about all file systems, any of which may not respond. One thread handles them, so that the others are left
 /// for requests about those that do. No device has this number.
 const ALL: FileSystem = Some(u64::MAX);
@@ -110,7 +113,7 @@ struct Load {
     /// Threads that handle a request.
     busy: usize,
     /// Threads that handle a request, by its file system. A file system without such a thread is not in the map.
-    busy_of: HashMap<FileSystem, usize>,
+    busy_of: HashMap<FileSystem, Busy>,
     /// Requests that wait for a thread, in the order in which they were taken. A legal driver has no more of them than
     /// the queues have entries.
     parked: VecDeque<Parked>,
@@ -119,18 +122,33 @@ struct Load {
 /// The device number of the file system that a request is about. None if the request names no node, or an unknown one.
 type FileSystem = Option<u64>;
 
+/// What decides whether a thread may handle a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Demand {
+    file_system: FileSystem,
+    /// Whether it is answered only when the disk has what was written, or copies or allocates much of the disk.
+    writes_to_disk: bool,
+}
+
+/// Threads that handle requests for one file system.
+#[derive(Debug, Clone, Copy, Default)]
+struct Busy {
+    writing_to_disk: usize,
+    others: usize,
+}
+
 /// A request that was not handled yet. Its chain is walked again when it is handled, so all of it is read and
-/// validated again. Only the choice of the file system relies on the first reading.
+/// validated again. Only its demand relies on the first reading.
 struct Parked {
     queue: usize,
     chain: DescriptorChain<Arc<GuestMemory>>,
-    file_system: FileSystem,
+    demand: Demand,
 }
 
 /// A request that was read from guest memory.
 struct Work<'m> {
     queue: usize,
-    file_system: FileSystem,
+    demand: Demand,
     chain: Chain<'m>,
     /// Its readable bytes, including those of the header.
     len: usize,
@@ -138,34 +156,59 @@ struct Work<'m> {
     header: Option<Header>,
 }
 
+impl Demand {
+    /// Of a request that reads from the file system, or that changes it as its page cache does.
+    fn of(file_system: FileSystem) -> Self {
+        Self { file_system, writes_to_disk: false }
+    }
+}
+
+impl Busy {
+    fn all(self) -> usize {
+        self.writing_to_disk + self.others
+    }
+
+    fn of_kind(&mut self, writes_to_disk: bool) -> &mut usize {
+        if writes_to_disk { &mut self.writing_to_disk } else { &mut self.others }
+    }
+}
+
 impl Load {
-    /// Whether a thread may start to handle a request for `file_system`. One thread must stay to be the leader, and
-    /// the more threads wait for one file system, the more must be left for others.
-    fn admits(&self, file_system: FileSystem, threads: usize) -> bool {
-        let idle = threads.saturating_sub(self.busy);
-        let of_it = self.busy_of.get(&file_system).copied().unwrap_or(0);
-        let most = if file_system == ALL { 1 } else { THREADS_OF_FILE_SYSTEM };
-        threads == 1 || of_it < most.min(idle.saturating_sub(1))
+    /// Whether a thread may start to handle a request of this demand. One thread must stay to be the leader. The more
+    /// threads wait for other file systems, the more must be left for further ones, so a file system gets a half of
+    /// what the others leave.
+    fn admits(&self, demand: Demand, threads: usize) -> bool {
+        let mut of_it = self.busy_of.get(&demand.file_system).copied().unwrap_or_default();
+        let left = threads.saturating_sub(self.busy.saturating_sub(of_it.all()));
+        let share = (left / 2).min(if demand.file_system == ALL { 1 } else { THREADS_OF_FILE_SYSTEM });
+        let of_kind = match demand.writes_to_disk {
+            // One thread is left to the other requests, unless the file system has only one.
+            true => share.saturating_sub(1).max(1),
+            false => share,
+        };
+        threads == 1
+            || of_it.all() < share && *of_it.of_kind(demand.writes_to_disk) < of_kind.min(THREADS_OF_KIND)
     }
 
-    fn begin(&mut self, file_system: FileSystem) {
+    fn begin(&mut self, demand: Demand) {
         self.busy += 1;
-        *self.busy_of.entry(file_system).or_default() += 1;
+        *self.busy_of.entry(demand.file_system).or_default().of_kind(demand.writes_to_disk) += 1;
     }
 
-    fn end(&mut self, file_system: FileSystem) {
+    fn end(&mut self, demand: Demand) {
         self.busy = self.busy.saturating_sub(1);
-        if let Some(busy) = self.busy_of.get_mut(&file_system) {
-            *busy -= 1;
-            if *busy == 0 {
-                self.busy_of.remove(&file_system);
+        if let Some(busy) = self.busy_of.get_mut(&demand.file_system) {
+            let of_kind = busy.of_kind(demand.writes_to_disk);
+            *of_kind = of_kind.saturating_sub(1);
+            if busy.all() == 0 {
+                self.busy_of.remove(&demand.file_system);
             }
         }
     }
 
     /// The index of the first parked request that may be handled now.
     fn admitted(&self, threads: usize) -> Option<usize> {
-        self.parked.iter().position(|parked| self.admits(parked.file_system, threads))
+        self.parked.iter().position(|parked| self.admits(parked.demand, threads))
     }
 
     /// Takes the first parked request that may be handled now.
@@ -241,17 +284,18 @@ impl RequestQueues {
     /// is another one, wakes the leader for it: this thread may wait for the file system of the first.
     fn close_one(&self, shared: &Shared) -> bool {
         let mut load = lock(&self.load);
-        let Some(unused) = shared.take_unused(|device| load.admits(Some(device), self.threads)) else {
+        let Some(unused) = shared.take_unused(|device| load.admits(Demand::of(Some(device)), self.threads))
+        else {
             return false;
         };
-        let file_system = Some(unused.device);
-        load.begin(file_system);
-        if shared.has_unused(|device| load.admits(Some(device), self.threads)) {
+        let demand = Demand::of(Some(unused.device));
+        load.begin(demand);
+        if shared.has_unused(|device| load.admits(Demand::of(Some(device)), self.threads)) {
             self.unmounted.wake();
         }
         drop(load);
         drop(unused);
-        lock(&self.load).end(file_system);
+        lock(&self.load).end(demand);
         true
     }
 
@@ -284,7 +328,7 @@ impl RequestQueues {
                 }
             }
             let load = lock(&self.load);
-            if shared.has_unused(|device| load.admits(Some(device), self.threads)) {
+            if shared.has_unused(|device| load.admits(Demand::of(Some(device)), self.threads)) {
                 return Ok(Led::CloseFiles);
             }
         }
@@ -314,23 +358,23 @@ impl RequestQueues {
         let size = queue.queue.size();
         drop(queue);
         let mut work = self.read(index, parked.clone(), size)?;
-        work.file_system = work.header.and_then(|header| match header.opcode {
+        work.demand.file_system = work.header.and_then(|header| match header.opcode {
             opcode::SYNCFS => ALL,
             _ => shared.tables().nodes.device(header.node),
         });
         let mut load = lock(&self.load);
-        if load.admits(work.file_system, self.threads) {
-            load.begin(work.file_system);
+        if load.admits(work.demand, self.threads) {
+            load.begin(work.demand);
             return Ok(Taken::Work(work));
         }
         if load.parked.len() >= self.most_parked {
             return Err(ServeError::TooMany);
         }
-        load.parked.push_back(Parked { queue: index, chain: parked, file_system: work.file_system });
+        load.parked.push_back(Parked { queue: index, chain: parked, demand: work.demand });
         Ok(Taken::Parked)
     }
 
-    /// Walks the chain of a request, and reads the header of the request.
+    /// Walks the chain of a request, and reads the header of the request. The file system is not looked up.
     fn read(
         &self,
         queue: usize,
@@ -341,19 +385,20 @@ impl RequestQueues {
         let len = chain.readable.len();
         let header = chain.readable.read_array::<IN_HEADER>();
         let header = header.and_then(|header| Header::parse(&header).ok());
-        Ok(Work { queue, file_system: None, chain, len, header })
+        let writes_to_disk = header.is_some_and(|header| writes_to_disk(&header, &chain.readable));
+        Ok(Work { queue, demand: Demand { file_system: None, writes_to_disk }, chain, len, header })
     }
 
     /// Handles a request.
     fn handle(&self, server: &mut Server, interrupt: &Interrupt, work: Work<'_>) -> Result<(), ServeError> {
-        let Work { queue: index, file_system, chain, len, header } = work;
+        let Work { queue: index, demand, chain, len, header } = work;
         let head = chain.head;
         let written = header.map_or(0, |header| server.serve(header, len, chain));
         let mut queue = lock(&self.queues[index]);
         queue.push(&self.memory, head, written)?;
         queue.notify(&self.memory, interrupt)?;
         drop(queue);
-        lock(&self.load).end(file_system);
+        lock(&self.load).end(demand);
         Ok(())
     }
 
@@ -364,7 +409,7 @@ impl RequestQueues {
             return Ok(None);
         }
         let Some(parked) = load.unpark(self.threads) else { return Ok(None) };
-        load.begin(parked.file_system);
+        load.begin(parked.demand);
         let is_last = load.admitted(self.threads).is_none();
         drop(load);
         let queue = lock(&self.queues[parked.queue]);
@@ -375,7 +420,22 @@ impl RequestQueues {
         let size = queue.queue.size();
         drop(queue);
         let work = self.read(parked.queue, parked.chain, size)?;
-        Ok(Some(Work { file_system: parked.file_system, ..work }))
+        Ok(Some(Work { demand: parked.demand, ..work }))
+    }
+}
+
+/// Whether a request is answered only when the disk has what was written, or copies or allocates much of the disk.
+/// `args` are what follows its header. A SYNCFS is no such request: it is about all file systems.
+fn writes_to_disk(header: &Header, args: &Buffers) -> bool {
+    match header.opcode {
+        opcode::FSYNC | opcode::FSYNCDIR | opcode::FALLOCATE | opcode::COPY_FILE_RANGE => true,
+        // The file is open with O_SYNC or O_DSYNC, or the write itself has RWF_DSYNC.
+        opcode::WRITE => args.peek_array::<WRITE_IN>().is_some_and(|args| {
+            let mut args = Args::new(&args);
+            let flags = args.skip(WRITE_FLAGS).and_then(|()| args.u32()).unwrap_or(0);
+            OFlags::from_bits_retain(flags).intersects(OFlags::DSYNC)
+        }),
+        _ => false,
     }
 }
 
@@ -399,12 +459,14 @@ enum Taken<'m> {
 
 #[cfg(test)]
 mod tests {
-    use rustix::fs::{CWD, Mode, OFlags, openat};
+    use rustix::fs::{CWD, Mode, openat};
     use virtio_queue::{
         Queue,
         desc::{RawDescriptor, split::Descriptor},
         mock::MockSplitQueue,
     };
+
+    use vm_memory::{Bytes, GuestAddress};
 
     use std::io::Read;
 
@@ -417,14 +479,28 @@ mod tests {
         Arc::new(Unmounted::new().unwrap())
     }
 
+    fn shared() -> Shared {
+        let root = Arc::new(openat(CWD, "/", OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap());
+        let stat = stat_at(&root, c"").unwrap();
+        Shared::new(root, &stat, Limits::of_this_process(1), false).unwrap()
+    }
+
     /// Begins requests for `file_system` as long as they are admitted, and returns their number.
     fn fill(load: &mut Load, file_system: u64, threads: usize) -> usize {
+        fill_with(load, Demand::of(Some(file_system)), threads)
+    }
+
+    fn fill_with(load: &mut Load, demand: Demand, threads: usize) -> usize {
         let mut begun = 0;
-        while load.admits(Some(file_system), threads) {
-            load.begin(Some(file_system));
+        while load.admits(demand, threads) {
+            load.begin(demand);
             begun += 1;
         }
         begun
+    }
+
+    fn sync_of(file_system: u64) -> Demand {
+        Demand { file_system: Some(file_system), writes_to_disk: true }
     }
 
     #[test]
@@ -433,22 +509,73 @@ mod tests {
         let begun: Vec<_> = (0..5).map(|file_system| fill(&mut load, file_system, 8)).collect();
         assert_eq!(begun, [3, 2, 1, 1, 0], "three may hang, and another is served");
         assert_eq!(load.busy, 7, "a thread stays to be the leader");
-        load.end(Some(0));
-        assert!(load.admits(Some(4), 8) && !load.admits(Some(0), 8));
+        load.end(Demand::of(Some(0)));
+        assert!(load.admits(Demand::of(Some(4)), 8) && !load.admits(Demand::of(Some(0)), 8));
         // A single thread handles one request after the other.
-        assert!(Load::default().admits(None, 1));
+        assert!(Load::default().admits(Demand::of(None), 1));
+    }
+
+    #[test]
+    fn syncs_leave_threads_for_reads_of_their_file_system() {
+        for (threads, syncs, reads) in [(8, 3, 1), (6, 2, 1)] {
+            let mut load = Load::default();
+            assert_eq!(fill_with(&mut load, sync_of(1), threads), syncs, "of {threads} threads");
+            assert_eq!(fill(&mut load, 1, threads), reads, "of {threads} threads");
+            // A sync that ends leaves its thread to the next sync, or to a read.
+            load.end(sync_of(1));
+            assert!(load.admits(sync_of(1), threads) && load.admits(Demand::of(Some(1)), threads));
+        }
+        // Reads leave no more to syncs than to each other.
+        let mut load = Load::default();
+        assert_eq!((fill(&mut load, 1, 8), fill_with(&mut load, sync_of(1), 8)), (3, 1));
+    }
+
+    #[test]
+    fn file_systems_on_which_syncs_hang_leave_threads_to_others() {
+        let mut load = Load::default();
+        let begun: Vec<_> =
+            (0..4).map(|it| fill_with(&mut load, sync_of(it), 8) + fill(&mut load, it, 8)).collect();
+        assert_eq!(begun, [4, 2, 1, 0], "two may hang, and another is served");
+        assert_eq!(load.busy, 7, "a thread stays to be the leader");
+        // One that has a single thread is synced by that.
+        load.end(sync_of(2));
+        assert!(load.admits(sync_of(3), 8));
+    }
+
+    #[test]
+    fn a_request_that_waits_for_the_disk_is_known_by_its_header_and_its_flags() {
+        let memory = crate::memory::lay_out(&[(0, 0x1_0000)], 0).unwrap();
+        let writes = |opcode: u32, flags: i32| {
+            let mut bytes = vec![0; IN_HEADER + WRITE_IN];
+            bytes[4..8].copy_from_slice(&opcode.to_ne_bytes());
+            bytes[IN_HEADER + 32..IN_HEADER + 36].copy_from_slice(&flags.to_ne_bytes());
+            memory.write_slice(&bytes, GuestAddress(0x8000)).unwrap();
+            let mock = MockSplitQueue::new(&memory, 16);
+            let chain = [RawDescriptor::from(Descriptor::new(0x8000, bytes.len() as u32, 0, 0))];
+            mock.build_desc_chain(&chain).unwrap();
+            let queue = ActiveQueue { queue: mock.create_queue().unwrap(), kick: EventFd::new(0).unwrap() };
+            let queues = RequestQueues::new(memory.clone(), vec![queue], 8, unmounted());
+            let shared = shared();
+            let Taken::Work(work) = queues.take(0, &shared).unwrap() else { panic!("it is parked") };
+            work.demand.writes_to_disk
+        };
+        let to_disk = [opcode::FSYNC, opcode::FSYNCDIR, opcode::FALLOCATE, opcode::COPY_FILE_RANGE];
+        assert!(to_disk.into_iter().all(|opcode| writes(opcode, 0)));
+        assert!(writes(opcode::WRITE, libc::O_SYNC) && writes(opcode::WRITE, libc::O_WRONLY | libc::O_DSYNC));
+        assert!(!writes(opcode::WRITE, libc::O_WRONLY | libc::O_APPEND));
+        assert!(!writes(opcode::READ, libc::O_SYNC) && !writes(opcode::SYNCFS, 0));
     }
 
     #[test]
     fn one_thread_syncs_all_file_systems_and_others_are_served_meanwhile() {
-        let mut load = Load::default();
-        assert!(load.admits(ALL, 8));
-        load.begin(ALL);
-        assert!(!load.admits(ALL, 8));
+        let (mut load, all) = (Load::default(), Demand::of(ALL));
+        assert!(load.admits(all, 8));
+        load.begin(all);
+        assert!(!load.admits(all, 8));
         let begun: Vec<_> = (0..4).map(|file_system| fill(&mut load, file_system, 8)).collect();
         assert_eq!(begun, [3, 2, 1, 0], "two more may hang, and another is served");
-        load.end(ALL);
-        assert!(load.admits(ALL, 8));
+        load.end(all);
+        assert!(load.admits(all, 8));
     }
 
     #[test]
@@ -462,11 +589,11 @@ mod tests {
         let mut queue: Queue = mock.create_queue().unwrap();
         let chains: Vec<_> = queue.iter(memory.clone()).unwrap().collect();
         for (chain, file_system) in chains.into_iter().zip([1, 1, 2]) {
-            load.parked.push_back(Parked { queue: 1, chain, file_system: Some(file_system) });
+            load.parked.push_back(Parked { queue: 1, chain, demand: Demand::of(Some(file_system)) });
         }
         assert_eq!(load.unpark(8).unwrap().chain.head_index(), 2);
         assert!(load.unpark(8).is_none());
-        load.end(Some(1));
+        load.end(Demand::of(Some(1)));
         assert_eq!(load.unpark(8).unwrap().chain.head_index(), 0);
     }
 
@@ -479,10 +606,8 @@ mod tests {
         mock.build_desc_chain(&chain).unwrap();
         let queue = ActiveQueue { queue: mock.create_queue().unwrap(), kick: EventFd::new(0).unwrap() };
         let queues = RequestQueues::new(memory.clone(), vec![queue], 8, unmounted());
-        (0..THREADS_OF_FILE_SYSTEM).for_each(|_| lock(&queues.load).begin(None));
-        let root = Arc::new(openat(CWD, "/", OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap());
-        let stat = stat_at(&root, c"").unwrap();
-        let shared = Shared::new(root, &stat, Limits::of_this_process(1), false).unwrap();
+        fill_with(&mut lock(&queues.load), Demand::of(None), 8);
+        let shared = shared();
         // The driver makes the same descriptor available again and again.
         let mut offered = 0;
         let refused = loop {
@@ -501,9 +626,7 @@ mod tests {
 
     #[test]
     fn a_descriptor_is_closed_by_a_thread_of_its_file_system() {
-        let root = Arc::new(openat(CWD, "/", OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap());
-        let stat = stat_at(&root, c"").unwrap();
-        let shared = Shared::new(root, &stat, Limits::of_this_process(1), false).unwrap();
+        let shared = shared();
         let memory = crate::memory::lay_out(&[(0, 0x1_0000)], 0).unwrap();
         let queues = RequestQueues::new(memory, Vec::new(), 8, unmounted());
         let (hung, other) = (1, 2);
@@ -518,7 +641,7 @@ mod tests {
         assert!(queues.close_one(&shared) && !queues.close_one(&shared));
         assert_eq!(closed.read(&mut [0]).unwrap(), 0);
         assert_eq!(lock(&queues.load).busy, 3);
-        lock(&queues.load).end(Some(hung));
+        lock(&queues.load).end(Demand::of(Some(hung)));
         assert!(queues.close_one(&shared) && !queues.close_one(&shared));
         assert_eq!(waits.read(&mut [0]).unwrap(), 0);
     }
@@ -557,20 +680,20 @@ mod tests {
         let kick = EventFd::new(vmm_sys_util::eventfd::EFD_NONBLOCK).unwrap();
         let active = ActiveQueue { queue, kick: kick.try_clone().unwrap() };
         let queues = RequestQueues::new((*memory).clone(), vec![active], 8, unmounted());
-        let (ended, slow) = (Some(1), Some(2));
+        let [ended, slow, third, fourth] = [1, 2, 3, 4].map(|it| Demand::of(Some(it)));
         let mut load = lock(&queues.load);
-        for file_system in [ended, slow, Some(3), Some(3), Some(3), Some(4)] {
-            load.begin(file_system);
+        for demand in [ended, slow, third, third, third, fourth] {
+            load.begin(demand);
         }
-        for (chain, file_system) in chains.into_iter().zip([slow, ended]) {
-            assert!(!load.admits(file_system, 8));
-            load.parked.push_back(Parked { queue: 0, chain, file_system });
+        for (chain, demand) in chains.into_iter().zip([slow, ended]) {
+            assert!(!load.admits(demand, 8));
+            load.parked.push_back(Parked { queue: 0, chain, demand });
         }
         load.end(ended);
         drop(load);
-        assert_eq!(queues.next_parked().unwrap().unwrap().file_system, slow);
+        assert_eq!(queues.next_parked().unwrap().unwrap().demand, slow);
         assert!(kick.read().is_ok());
-        assert_eq!(queues.next_parked().unwrap().unwrap().file_system, ended);
+        assert_eq!(queues.next_parked().unwrap().unwrap().demand, ended);
         assert!(kick.read().is_err() && queues.next_parked().unwrap().is_none());
     }
 }
