@@ -552,10 +552,7 @@ fn stress(host: &Host) -> Result<()> {
 
 /// All of the class of file systems, each for a few operations.
 fn stress_file_systems(host: &Host) -> Result<()> {
-    stress_as_on_runc(
-        host,
-        "$(stress-ng --class 'filesystem?' 2>&1 | sed 's/.*: //; s/[^ ][^ ]*/&:2/g')",
-    )
+    stress_as_on_runc(host, "$(stress-ng --class 'filesystem?' 2>&1 | sed 's/.*: //; s/[^ ][^ ]*/&:2/g')")
 }
 
 /// Runs stressors, each with its number of operations (`hdd:20 aio:20`), one after the other.

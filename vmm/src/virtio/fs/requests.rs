@@ -429,6 +429,8 @@ impl RequestQueues {
 fn writes_to_disk(header: &Header, args: &Buffers) -> bool {
     match header.opcode {
         opcode::FSYNC | opcode::FSYNCDIR | opcode::FALLOCATE | opcode::COPY_FILE_RANGE => true,
+        // It closes a descriptor, and NFS then writes to its server what was written to the file.
+        opcode::FLUSH => true,
         // The file is open with O_SYNC or O_DSYNC, or the write itself has RWF_DSYNC.
         opcode::WRITE => args.peek_array::<WRITE_IN>().is_some_and(|args| {
             let mut args = Args::new(&args);
