@@ -53,12 +53,7 @@ struct Row {
 
 const ROWS: &[Row] = &[
     Row { name: "`ctr task exec` of `true`", times: 4, work: exec, prepare: nothing },
-    Row {
-        name: "start of Python with five imports, repeated",
-        times: 2,
-        work: |counter, times| counter.order("start_python", times),
-        prepare: nothing,
-    },
+    start_of_python("start of Python with five imports, repeated"),
     Row {
         name: "fork and exec of `/bin/true`, repeated",
         times: 30,
@@ -100,29 +95,22 @@ const ROWS: &[Row] = &[
     Row { name: "HTTP request", times: 10, work: http, prepare: nothing },
 ];
 
-/// A row whose container has a directory of the host as its root, as docker gives it, and whether the configuration
-/// says that nobody else writes there. It is not compared with that of a later run: how many names the guest looks up
+/// Rows whose container has a directory of the host as its root, as docker gives it, and whether the configuration says
+/// that nobody else writes there. They are not compared with those of a later run: how many names the guest looks up
 /// again depends on the time.
 const ROWS_OF_DIRECTORIES: &[(bool, Row)] = &[
-    (
-        false,
-        Row {
-            name: "start of Python with five imports, repeated, from a directory (docker)",
-            times: 2,
-            work: |counter, times| counter.order("start_python", times),
-            prepare: nothing,
-        },
-    ),
+    (false, start_of_python("start of Python with five imports, repeated, from a directory (docker)")),
     (
         true,
-        Row {
-            name: "start of Python with five imports, repeated, from a directory with `exclusive_roots`",
-            times: 2,
-            work: |counter, times| counter.order("start_python", times),
-            prepare: nothing,
-        },
+        start_of_python(
+            "start of Python with five imports, repeated, from a directory with `exclusive_roots`",
+        ),
     ),
 ];
+
+const fn start_of_python(name: &'static str) -> Row {
+    Row { name, times: 2, work: |counter, times| counter.order("start_python", times), prepare: nothing }
+}
 
 /// What the root of the container is.
 #[derive(Clone, Copy)]

@@ -51,10 +51,11 @@ impl Drop for Frozen {
     }
 }
 
-/// A file system that answers nothing: a FUSE mount of which nobody reads the requests. It goes when this is dropped.
+/// A file system that answers nothing: a FUSE mount of which nobody reads the requests. It goes when this is dropped,
+/// and then what waits for it fails.
 pub(crate) struct Hung {
     place: PathBuf,
-    _requests: File,
+    requests: File,
 }
 
 impl Hung {
@@ -65,7 +66,12 @@ impl Hung {
         let options = format!("fd={},rootmode=40000,user_id=0,group_id=0,allow_other", requests.as_raw_fd());
         mount(Some("hung"), place, Some("fuse"), MsFlags::empty(), Some(options.as_str()))
             .context("cannot mount FUSE")?;
-        Ok(Self { place: place.into(), _requests: requests })
+        Ok(Self { place: place.into(), requests })
+    }
+
+    /// Its requests, for a server that answers some of them. The file system goes when this is closed, too.
+    pub(crate) fn requests(&self) -> Result<File> {
+        self.requests.try_clone().context("cannot copy a descriptor of FUSE")
     }
 }
 

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use nix::sys::time::TimeSpec;
 use nix::time::{ClockId, clock_settime};
 use tempfile::TempDir;
@@ -99,14 +99,12 @@ impl<'h> Clock<'h> {
         wait_until(&what, self.host.patience(limit), || {
             // Removed first: what the container wrote before is nothing to go by.
             let _ = fs::remove_file(&self.file);
-            let deadline = Instant::now() + self.host.patience(limit);
-            let seen = loop {
-                match fs::read_to_string(&self.file) {
-                    Ok(text) => break text.trim().parse::<u64>().context("the container's time")?,
-                    Err(_) if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(10)),
-                    Err(error) => bail!("the container writes no time: {error}"),
-                }
-            };
+            let mut text = String::new();
+            wait_until("the container to write its time", self.host.patience(limit), || {
+                text = fs::read_to_string(&self.file).unwrap_or_default();
+                Ok(!text.is_empty())
+            })?;
+            let seen: u64 = text.trim().parse().context("the container's time")?;
             Ok(hosts()?.abs_diff(seen) <= SAME)
         })
     }

@@ -126,7 +126,7 @@ type FileSystem = Option<u64>;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Demand {
     file_system: FileSystem,
-    /// Whether it is answered only when the disk has what was written, or copies or allocates much of the disk.
+    /// Whether the function [`writes_to_disk`] says so of it.
     writes_to_disk: bool,
 }
 
@@ -424,7 +424,7 @@ impl RequestQueues {
     }
 }
 
-/// Whether a request is answered only when the disk has what was written, or copies or allocates much of the disk.
+/// Whether a request is answered only when the disk has what was written, or may copy or allocate much at once.
 /// `args` are what follows its header. A SYNCFS is no such request: it is about all file systems.
 fn writes_to_disk(header: &Header, args: &Buffers) -> bool {
     match header.opcode {
@@ -561,7 +561,9 @@ mod tests {
             let Taken::Work(work) = queues.take(0, &shared).unwrap() else { panic!("it is parked") };
             work.demand.writes_to_disk
         };
-        let to_disk = [opcode::FSYNC, opcode::FSYNCDIR, opcode::FALLOCATE, opcode::COPY_FILE_RANGE];
+        let syncs = [opcode::FSYNC, opcode::FSYNCDIR, opcode::FLUSH];
+        assert!(syncs.into_iter().all(|opcode| writes(opcode, 0)));
+        let to_disk = [opcode::FALLOCATE, opcode::COPY_FILE_RANGE];
         assert!(to_disk.into_iter().all(|opcode| writes(opcode, 0)));
         assert!(writes(opcode::WRITE, libc::O_SYNC) && writes(opcode::WRITE, libc::O_WRONLY | libc::O_DSYNC));
         assert!(!writes(opcode::WRITE, libc::O_WRONLY | libc::O_APPEND));

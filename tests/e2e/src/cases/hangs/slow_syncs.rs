@@ -2,8 +2,8 @@
 
 use std::fs::{self, File};
 use std::io::{PipeReader, PipeWriter, Read, Write, pipe};
-use std::os::fd::{AsFd, AsRawFd};
-use std::path::{Path, PathBuf};
+use std::os::fd::AsFd;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::{self, JoinHandle};
@@ -12,12 +12,12 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use nix::errno::Errno;
 use nix::libc::{S_IFDIR, S_IFREG};
-use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
-use crate::command::{Cmd, wait_until};
+use crate::command::wait_until;
 use crate::ctr::Host;
 use crate::fixtures::scratch;
+use crate::stuck::Hung;
 
 /// What each file contains.
 const TEXT: &[u8] = b"text\n";
@@ -42,30 +42,25 @@ pub(super) fn reads_go_on(host: &Host) -> Result<()> {
     read
 }
 
-/// A FUSE file system that has each file whose name is a digit, and never answers FSYNC. It goes when this is dropped,
-/// and then what waits for it fails.
+/// A file system that has each file whose name is a digit, and hangs at FSYNC alone.
 struct SlowSyncs {
-    place: PathBuf,
     syncs: Arc<AtomicUsize>,
     stop: Option<PipeWriter>,
     server: Option<JoinHandle<()>>,
+    _hung: Hung,
 }
 
 impl SlowSyncs {
     fn mount(place: &Path) -> Result<Self> {
-        Cmd::new("modprobe").args(["fuse"]).run()?.succeeds()?;
-        let requests = File::options().read(true).write(true).open("/dev/fuse").context("no FUSE")?;
-        let options = format!("fd={},rootmode=40000,user_id=0,group_id=0,allow_other", requests.as_raw_fd());
+        let hung = Hung::mount(place)?;
+        let (requests, syncs) = (hung.requests()?, Arc::new(AtomicUsize::new(0)));
         let (stopped, stop) = pipe()?;
-        mount(Some("slow"), place, Some("fuse"), MsFlags::empty(), Some(options.as_str()))
-            .context("cannot mount FUSE")?;
-        let mut disk = Self { place: place.into(), syncs: Arc::default(), stop: Some(stop), server: None };
-        let syncs = disk.syncs.clone();
-        disk.server = Some(thread::spawn(move || {
-            // The last error is that there is no mount any more.
-            let _ = serve(requests, &stopped, &syncs);
-        }));
-        Ok(disk)
+        let counted = syncs.clone();
+        let server = thread::spawn(move || {
+            // If it fails, the case does: nothing is answered any more.
+            let _ = serve(requests, &stopped, &counted);
+        });
+        Ok(Self { syncs, stop: Some(stop), server: Some(server), _hung: hung })
     }
 
     /// How many FSYNC requests wait for an answer.
@@ -76,9 +71,8 @@ impl SlowSyncs {
 
 impl Drop for SlowSyncs {
     fn drop(&mut self) {
-        let _ = umount2(&self.place, MntFlags::MNT_DETACH);
         drop(self.stop.take());
-        // It closes the connection, which ends all requests.
+        // It closes its copy of the requests. The file system then goes with the other one.
         if let Some(server) = self.server.take() {
             let _ = server.join();
         }
