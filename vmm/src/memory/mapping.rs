@@ -81,6 +81,15 @@ fn map_aligned(size: usize, access: libc::c_int) -> io::Result<Mapping> {
     Ok(Mapping { region: region.map_err(io::Error::other)?, _addresses: addresses })
 }
 
+/// Lets the host give `piece` no transparent huge pages. Its start and end are multiples of [`PAGE`].
+#[allow(unsafe_code)]
+pub fn use_small_pages(piece: &VolatileSlice<'_>) {
+    // Fails with EINVAL on a host without transparent huge pages, which is what is wanted.
+    // SAFETY: the range is inside `piece`, so it is mapped. The advice does not change its contents. No safe function
+    // does this.
+    unsafe { libc::madvise(piece.ptr_guard_mut().as_ptr().cast(), piece.len(), libc::MADV_NOHUGEPAGE) };
+}
+
 /// Returns the whole pages of `piece` to the host. The memory must not belong to a [`Pool`].
 ///
 /// The pages take no memory until the guest touches them again. Then they contain zeros, or the contents of the file
