@@ -198,7 +198,8 @@ mod tests {
     #[test]
     fn what_the_template_has_used_a_part_of_is_given_in_small_pages() {
         let block = LARGEST_BLOCK;
-        let extents = [(0x5000, 0x1000), (block - 0x1000, 0x2000), (3 * block, block), (5 * block + 0x1000, 0x1000)];
+        let extents =
+            [(0x5000, 0x1000), (block - 0x1000, 0x2000), (3 * block, block), (5 * block + 0x1000, 0x1000)];
         let extents = extents.map(|(start, len)| Extent { start, len });
         let size = block as usize;
         assert_eq!(used_blocks(&extents), [(0, 2 * size), (3 * block, size), (5 * block, size)]);
