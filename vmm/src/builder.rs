@@ -167,6 +167,7 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
         Origin::Saved(saved) => {
             saved.restore_vm(&fd)?;
             saved.restore_devices(&devices)?;
+            saved.map_working_set(&memory, &vcpus[0]);
         }
     }
 

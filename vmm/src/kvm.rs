@@ -1,9 +1,24 @@
 //! Opens KVM, and checks that this host can run a VM.
 
-use std::path::Path;
+use std::{io, path::Path};
 
-use kvm_bindings::{KVM_CAP_PMU_CAPABILITY, KVM_PMU_CAP_DISABLE, kvm_enable_cap};
-use kvm_ioctls::{Cap, Kvm, VmFd};
+use kvm_bindings::{
+    KVM_CAP_PMU_CAPABILITY, KVM_PMU_CAP_DISABLE, KVMIO, kvm_enable_cap, kvm_pre_fault_memory,
+};
+use kvm_ioctls::{Cap, Kvm, VcpuFd, VmFd};
+use vmm_sys_util::{
+    ioctl::{_IOC_READ, _IOC_WRITE, ioctl_with_mut_ref},
+    ioctl_ioc_nr,
+};
+
+// kvm-ioctls does not have it yet.
+ioctl_ioc_nr!(
+    KVM_PRE_FAULT_MEMORY,
+    _IOC_READ | _IOC_WRITE,
+    KVMIO,
+    0xd5,
+    size_of::<kvm_pre_fault_memory>() as u32
+);
 
 /// The version of the API has not changed since Linux 2.6.22.
 const KVM_API_VERSION: i32 = 12;
@@ -92,4 +107,25 @@ pub fn disable_counters(kvm: &Kvm, vm: &VmFd) -> Result<(), kvm_ioctls::Error> {
     }
     let args = [KVM_PMU_CAP_DISABLE.into(), 0, 0, 0];
     vm.enable_cap(&kvm_enable_cap { cap: KVM_CAP_PMU_CAPABILITY, args, ..Default::default() })
+}
+
+/// Maps `len` bytes of guest memory from `address` on, as if the vCPU had read each page (KVM_PRE_FAULT_MEMORY). Both are
+/// multiples of a page. An error on hosts before Linux 6.11, and with shadow page tables.
+#[allow(unsafe_code)]
+pub fn map_pages(vcpu: &VcpuFd, address: u64, len: u64) -> io::Result<()> {
+    let mut range = kvm_pre_fault_memory { gpa: address, size: len, ..Default::default() };
+    while range.size > 0 {
+        let before = range.size;
+        // SAFETY: the kernel reads and writes `range`, which is what this request takes.
+        match unsafe { ioctl_with_mut_ref(vcpu, KVM_PRE_FAULT_MEMORY(), &mut range) } {
+            // What is left is in `range`.
+            0 if range.size < before => {}
+            0 => return Err(io::ErrorKind::WriteZero.into()),
+            _ => match io::Error::last_os_error() {
+                error if error.kind() == io::ErrorKind::Interrupted => {}
+                error => return Err(error),
+            },
+        }
+    }
+    Ok(())
 }

@@ -6,3 +6,4 @@ pub(crate) mod start;
 pub(crate) mod template;
 pub(crate) mod vmm;
 pub(crate) mod vsock;
+mod working_set;

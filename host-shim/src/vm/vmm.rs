@@ -40,6 +40,7 @@ use crate::{
         control_socket::{Control, ResizeError},
         memory::{Charged, MemoryRange},
         vsock::Vsock,
+        working_set,
     },
 };
 
@@ -86,6 +87,8 @@ pub(crate) struct Vm {
     charged: Charged,
     /// Huge pages come from a pool that the operator has made as large as the VMs are to be.
     grows_on_demand: bool,
+    /// The directory of the template that the VM is a clone of.
+    template: Option<PathBuf>,
     /// Locked until the VMM has taken a request on, so that they come in this order.
     requested: Arc<tokio::sync::Mutex<Requested>>,
 }
@@ -340,6 +343,7 @@ impl Launcher<'_> {
             memory,
             charged,
             grows_on_demand,
+            template: config.restore_from.clone(),
             requested: Arc::new(tokio::sync::Mutex::new(requested)),
         };
         Ok(Spawned { vm, stdout })
@@ -383,6 +387,16 @@ impl Vm {
     /// The guest's ports.
     pub(crate) fn vsock(&self) -> &Vsock {
         &self.vsock
+    }
+
+    /// Notes what a clone touches until its first container is made, so that the next clones begin with it. Call this
+    /// before that container runs.
+    pub(crate) async fn note_working_set(&self) {
+        let (Some(template), pid) = (self.template.clone(), self.pid()) else { return };
+        let noted = blocking::run(move || working_set::note(pid, &template), drop).await;
+        if let Err(error) = noted.unwrap_or_else(|error| Err(io::Error::other(error))) {
+            tracing::warn!(error = chain(&error), "the template's working set is not noted");
+        }
     }
 
     /// Requests to the VMM.

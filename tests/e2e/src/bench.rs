@@ -174,6 +174,7 @@ fn one_of_many(host: &Host) -> Result<f64> {
 fn boot(vm: Vm, [took, vmm, guest]: [&'static str; 3]) -> Result<Sample> {
     thread::sleep(IDLES);
     let footprint = Footprint::of(vm.pid())?;
+    ensure!(footprint.guest_mib > 0.0, "no mapping of the process {} is known as a guest's memory", vm.pid());
     Ok(vec![(took, millis(vm.took())), (vmm, footprint.own_mib), (guest, footprint.guest_mib)])
 }
 

@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use bulkhead_vmm_api::{ControlReply, ControlRequest};
+use bulkhead_vmm_api::{ControlReply, ControlRequest, DeviceCounts};
 use tempfile::TempDir;
 
 use crate::bench::memory::{find_shim, find_vmm};
@@ -413,22 +413,34 @@ pub(crate) fn kvm_directory(vmm: u32) -> Result<PathBuf> {
 
 /// How many FUSE requests a VMM was sent.
 pub(crate) fn requests(control: &Path) -> Result<BTreeMap<String, f64>> {
-    // The path itself may be longer than an address may be: docker's ids have 64 letters.
-    let (directory, name) =
-        (control.parent().context("no directory")?, control.file_name().context("no name")?);
-    let directory = fs::File::open(directory).context("no directory of a control socket")?;
-    let address = Path::new("/proc/self/fd").join(directory.as_raw_fd().to_string()).join(name);
-    let mut stream = std::os::unix::net::UnixStream::connect(address).context("no control socket")?;
-    writeln!(stream, "{}", serde_json::to_string(&ControlRequest::Counts)?)?;
-    let mut line = String::new();
-    BufReader::new(stream).read_line(&mut line)?;
-    let reply: ControlReply = serde_json::from_str(&line).with_context(|| format!("{line:?}"))?;
+    let reply = ask(control, &ControlRequest::Counts)?;
     let ControlReply::Counts { shares } = reply else { anyhow::bail!("the VMM answers {reply:?}") };
     let mut sum = BTreeMap::new();
     for (name, count) in shares.into_iter().flat_map(|share| share.requests) {
         *sum.entry(name).or_default() += count as f64;
     }
     Ok(sum)
+}
+
+/// What the devices of a VM have done.
+pub(crate) fn devices(control: &Path) -> Result<DeviceCounts> {
+    match ask(control, &ControlRequest::DeviceCounts)? {
+        ControlReply::Devices(counts) => Ok(counts),
+        other => anyhow::bail!("the VMM answers {other:?}"),
+    }
+}
+
+fn ask(control: &Path, request: &ControlRequest) -> Result<ControlReply> {
+    // The path itself may be longer than an address may be: docker's ids have 64 letters.
+    let (directory, name) =
+        (control.parent().context("no directory")?, control.file_name().context("no name")?);
+    let directory = fs::File::open(directory).context("no directory of a control socket")?;
+    let address = Path::new("/proc/self/fd").join(directory.as_raw_fd().to_string()).join(name);
+    let mut stream = std::os::unix::net::UnixStream::connect(address).context("no control socket")?;
+    writeln!(stream, "{}", serde_json::to_string(request)?)?;
+    let mut line = String::new();
+    BufReader::new(stream).read_line(&mut line)?;
+    serde_json::from_str(&line).with_context(|| format!("{line:?}"))
 }
 
 /// The packets that the guest has sent, and those that it was sent: the numbers of its tap device, in the network

@@ -9,10 +9,12 @@ use std::{collections::BTreeMap, path::PathBuf};
 use serde::{Deserialize, Serialize};
 
 pub use shape::{Part, PartError, Shape};
+pub use working_set::{LONGEST_WORKING_SET, Run, WORKING_SET_FILE, WorkingSet};
 
 mod shape;
 #[allow(unsafe_code)]
 pub mod tap;
+mod working_set;
 
 /// Version of this interface. A VMM refuses a configuration of any other version.
 pub const API_VERSION: u32 = 12;

@@ -81,6 +81,27 @@ fn map_aligned(size: usize, access: libc::c_int) -> io::Result<Mapping> {
     Ok(Mapping { region: region.map_err(io::Error::other)?, _addresses: addresses })
 }
 
+/// Lets the host give `piece` no transparent huge pages. Its start and end are multiples of [`PAGE`].
+#[allow(unsafe_code)]
+pub fn use_small_pages(piece: &VolatileSlice<'_>) {
+    // Fails with EINVAL on a host without transparent huge pages, which is what is wanted.
+    // SAFETY: the range is inside `piece`, so it is mapped. The advice does not change its contents. No safe function
+    // does this.
+    unsafe { libc::madvise(piece.ptr_guard_mut().as_ptr().cast(), piece.len(), libc::MADV_NOHUGEPAGE) };
+}
+
+/// Gives this process pages of its own in `piece`, as if it had written to each (MADV_POPULATE_WRITE). The contents stay
+/// the same. An error on hosts before Linux 5.14.
+#[allow(unsafe_code)]
+pub fn populate_for_writing(piece: &VolatileSlice<'_>) -> io::Result<()> {
+    let start = piece.ptr_guard_mut().as_ptr().cast();
+    // SAFETY: the range is inside `piece`, so it is mapped for writing. No contents change. No safe function does this.
+    match unsafe { libc::madvise(start, piece.len(), libc::MADV_POPULATE_WRITE) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
 /// Returns the whole pages of `piece` to the host. The memory must not belong to a [`Pool`].
 ///
 /// The pages take no memory until the guest touches them again. Then they contain zeros, or the contents of the file

@@ -13,6 +13,6 @@ mod slots;
 pub use allocate::{Size, allocate, lay_out};
 pub use error::MemoryError;
 pub use huge_pages::Pool;
-pub use mapping::release;
+pub use mapping::{populate_for_writing, release, use_small_pages};
 pub use regions::{GuestMemory, Region};
 pub use slots::Slots;

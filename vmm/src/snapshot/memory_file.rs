@@ -16,12 +16,16 @@ use crate::{
     memory::{
         MemoryError, Region, Size, allocate,
         page::{ACCESS, PAGE},
+        use_small_pages,
     },
 };
 
 /// If two used pages have at most this many empty pages between them, these are saved too. Each [`Extent`] takes a
 /// mapping of its own when the memory is restored.
 const MAX_GAP: usize = 16;
+
+/// The largest block that Linux allocates at once, bytes (MAX_PAGE_ORDER).
+const LARGEST_BLOCK: u64 = 4 << 20;
 
 /// Why saved memory could not be restored.
 #[derive(Debug, thiserror::Error)]
@@ -87,6 +91,12 @@ pub fn restore_memory(size: Size, file: &File, extents: &[Extent]) -> Result<Gue
         return Err(SavedMemoryError::Size { found, expected });
     }
     let memory = allocate(size, None)?;
+    for (start, len) in used_blocks(extents) {
+        // No part of the guest's memory, which `map_extent` refuses, or memory that ends within a block.
+        if let Ok(block) = memory.get_slice(GuestAddress(start), len) {
+            use_small_pages(&block);
+        }
+    }
     let mut offset = 0;
     for extent in extents {
         map_extent(&memory, file, offset, *extent)?;
@@ -107,6 +117,25 @@ fn resident(region: &Region) -> io::Result<Vec<bool>> {
         0 => Ok(pages.iter().map(|page| page & 1 != 0).collect()),
         _ => Err(io::Error::last_os_error()),
     }
+}
+
+/// The blocks of [`LARGEST_BLOCK`] bytes that the template has used a part of: start and length of each run of them.
+///
+/// The guest's kernel allocates from the smallest free block that is large enough, so it takes the rest of these blocks
+/// before it divides another. With huge pages, the first page that an idle guest writes to there would cost 2 MiB.
+fn used_blocks(extents: &[Extent]) -> Vec<(u64, usize)> {
+    let mut runs: Vec<(u64, usize)> = Vec::new();
+    for Extent { start, len } in extents {
+        let first = start / LARGEST_BLOCK * LARGEST_BLOCK;
+        let end = start.saturating_add(*len).div_ceil(LARGEST_BLOCK).saturating_mul(LARGEST_BLOCK);
+        match runs.last_mut() {
+            Some((run, len)) if *run <= first && first <= run.saturating_add(*len as u64) => {
+                *len = (*len).max((end - *run) as usize);
+            }
+            _ => runs.push((first, (end - first) as usize)),
+        }
+    }
+    runs
 }
 
 /// Maps the bytes of `file` from `offset` on to the guest addresses of `extent`.
@@ -164,6 +193,41 @@ mod tests {
             assert_eq!(again.read_obj::<u64>(GuestAddress(address)).unwrap(), address);
         }
         assert_eq!(again.read_obj::<u64>(GuestAddress(128 << 20)).unwrap(), 0);
+    }
+
+    #[test]
+    fn what_the_template_has_used_a_part_of_is_given_in_small_pages() {
+        let block = LARGEST_BLOCK;
+        let extents =
+            [(0x5000, 0x1000), (block - 0x1000, 0x2000), (3 * block, block), (5 * block + 0x1000, 0x1000)];
+        let extents = extents.map(|(start, len)| Extent { start, len });
+        let size = block as usize;
+        assert_eq!(used_blocks(&extents), [(0, 2 * size), (3 * block, size), (5 * block, size)]);
+
+        let memory = allocate(Size::new(64, None), None).unwrap();
+        filled(&memory, &[0x1000, 9 * block]);
+        let mut file = tempfile::tempfile().unwrap();
+        let extents = save_memory(&memory, &mut file).unwrap();
+        let clone = restore_memory(Size::new(64, None), &file, &extents).unwrap();
+        let has_small_pages = |address: u64| {
+            let address = clone.get_host_address(GuestAddress(address)).unwrap().addr();
+            let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+            let mut is_inside = false;
+            let flags = smaps.lines().find_map(|line| {
+                if let Some(flags) = line.strip_prefix("VmFlags:") {
+                    return is_inside.then_some(flags);
+                }
+                let range = line.split(' ').next().and_then(|range| range.split_once('-'));
+                if let Some((start, end)) = range {
+                    let parsed = |hex| usize::from_str_radix(hex, 16).unwrap();
+                    is_inside = (parsed(start)..parsed(end)).contains(&address);
+                }
+                None
+            });
+            flags.unwrap().split(' ').any(|flag| flag == "nh")
+        };
+        let pages = [0x10_0000, block, 9 * block + 0x10_0000, 10 * block].map(has_small_pages);
+        assert_eq!(pages, [true, false, true, false]);
     }
 
     #[test]

@@ -12,12 +12,12 @@ use std::{
     sync::Arc,
 };
 
-use bulkhead_vmm_api::{MEMORY_FILE, PartError, STATE_FILE, Shape, VmConfig};
+use bulkhead_vmm_api::{MEMORY_FILE, PartError, STATE_FILE, Shape, VmConfig, WORKING_SET_FILE};
 use kvm_bindings::kvm_cpuid_entry2;
 use kvm_ioctls::{Kvm, VcpuFd, VmFd};
 use serde::{Deserialize, Serialize};
 
-use self::{error::refused, vcpu_state::VcpuState, vm_state::VmState};
+use self::{error::refused, vcpu_state::VcpuState, vm_state::VmState, working_set::Pieces};
 use crate::{GuestMemory, arch::cpuid, memory::Size, virtio::mmio::MmioTransport};
 
 mod device_state;
@@ -25,6 +25,7 @@ mod error;
 mod memory_file;
 mod vcpu_state;
 mod vm_state;
+mod working_set;
 
 pub use device_state::DeviceState;
 pub use error::StateError;
@@ -205,6 +206,7 @@ fn create(path: PathBuf) -> Result<File, SaveError> {
 pub struct Saved {
     state: State,
     memory: File,
+    working_set: Pieces,
 }
 
 impl Saved {
@@ -230,14 +232,21 @@ impl Saved {
         let shape = Shape::of(config, Path::new(PROGRAM))
             .map_err(|PartError { path, source }| RestoreError::Read { path, source })?;
         check_shape(&state.shape, &shape)?;
+        let path = dir.join(WORKING_SET_FILE);
+        let working_set = Pieces::read(dir, &state.memory).map_err(read(&path))?;
         let path = dir.join(MEMORY_FILE);
-        Ok(Self { state, memory: File::open(&path).map_err(read(&path))? })
+        Ok(Self { state, memory: File::open(&path).map_err(read(&path))?, working_set })
     }
 
     /// Maps the guest's memory.
     pub fn memory(&self) -> Result<GuestMemory, RestoreError> {
         let size = Size::new(self.state.shape.memory_mib, self.state.shape.max_memory_mib);
         Ok(restore_memory(size, &self.memory, &self.state.memory)?)
+    }
+
+    /// Maps what a clone touches first. Call this last, with a vCPU that was restored.
+    pub fn map_working_set(&self, memory: &GuestMemory, vcpu: &VcpuFd) {
+        self.working_set.map(memory, vcpu);
     }
 
     /// Restores the state of a new vCPU. `cpuid` is the table that a vCPU of a VM that boots would get on this host.

@@ -197,6 +197,9 @@ impl Vm {
         let mut command = Command::new(QEMU);
         command
             .args(["-M", "microvm,acpi=off,pit=off,pic=off,rtc=off,isa-serial=off,x-option-roms=off"])
+            // Without swap space for it, as with our VMM: `Footprint` knows a guest's memory by that.
+            .args(["-object", &format!("memory-backend-ram,id=ram,size={MEMORY_MIB}M,reserve=off")])
+            .args(["-machine", "memory-backend=ram"])
             .args(["-accel", "kvm", "-cpu", "host", "-nodefaults", "-no-user-config", "-display", "none"])
             .args(["-no-reboot", "-smp", &VCPUS.to_string(), "-m", &format!("{MEMORY_MIB}M")])
             .args(["-kernel", KERNEL, "-initrd", INITRAMFS, "-append", KERNEL_ARGS])

@@ -14,6 +14,7 @@ use serde_json::Value;
 use super::Case;
 use super::crash::kill_process;
 use crate::command::wait_until;
+use crate::counts;
 use crate::cri::NAMESPACE as POD_NAMESPACE;
 use crate::ctr::{Container, Host, NAMESPACE, Task};
 use crate::fixtures::{CONFIGURATION, Covered, Replaced, in_threads, scratch};
@@ -27,6 +28,7 @@ pub(super) const CASES: &[Case] = &[
     Case::bulkhead("a_hundred_clones_have_nothing_in_common", |host| unlike(host, 100)).by_whole_name_only(),
     Case::bulkhead("a_clone_knows_the_time", time),
     Case::bulkhead("a_clones_interrupts_are_as_cheap_as_those_of_a_vm_that_booted", interrupts),
+    Case::bulkhead("a_clone_reports_as_free_only_what_it_has_freed_itself", reports),
     Case::bulkhead("sandboxes_that_start_at_once_make_one", made_once),
     Case::bulkhead("one_that_was_damaged_is_made_anew", damaged),
     Case::bulkhead("one_of_a_kernel_that_was_replaced_is_made_anew", replaced),
@@ -40,6 +42,8 @@ pub(super) const CASES: &[Case] = &[
 const SLEEP: [&str; 2] = ["sleep", "1000"];
 /// As many requests are under way at the same time.
 const THREADS: usize = 5;
+/// How soon the kernel reports memory that is free.
+const REPORTED: Duration = Duration::from_secs(10);
 /// How far the clocks of a host and a clone that was asked may be apart, a slow answer among it.
 const CLOCKS: u64 = 5;
 
@@ -129,6 +133,25 @@ fn unlike(host: &Host, number: usize) -> Result<()> {
         seen.len()
     );
     Ok(())
+}
+
+/// The template's kernel has reported its free memory before the template was saved, so its clones need not. Otherwise
+/// each would report hundreds of MiB, and have pages of its own for their descriptions.
+fn reports(host: &Host) -> Result<()> {
+    const USED: u64 = 64 << 20;
+    /// Not all of it is in blocks that are reported. An idle clone frees some memory too.
+    const EXPECTED: std::ops::Range<u64> = USED / 2..3 * USED;
+    let task = host.container().detach(&SLEEP)?;
+    template_of(&task)?;
+    // A process that has so much memory until it ends.
+    task.exec(&["sh", "-c", &format!("head -c {USED} /dev/zero | tail -c {USED} | wc -c")])?.succeeds()?;
+    let control = state_dir(NAMESPACE, task.id())?.join("control.sock");
+    let reported = || counts::devices(&control)?.reported_bytes.context("the VM has no balloon");
+    let what = format!("{USED} bytes that the container has freed to be reported");
+    wait_until(&what, host.patience(REPORTED), || Ok(reported()? >= EXPECTED.start))?;
+    let reported = reported()?;
+    ensure!(EXPECTED.contains(&reported), "expected  {EXPECTED:?} bytes reported\ncame      {reported}");
+    task.dies()
 }
 
 /// Linux has KVM take note of an interrupt's end in its memory (KVM_FEATURE_PV_EOI), where a vCPU would exit for it
