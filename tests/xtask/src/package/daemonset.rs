@@ -56,7 +56,7 @@ pub(super) fn run(cache: &Cache, tools: &Tools, dist: &Dist, archive: &Path) -> 
     show(&mut session, "ctr task exec --exec-id one running true")?;
     show(&mut session, "ctr task rm --force running; ctr container rm running")?;
     let said = container(&mut session, &remove, REMOVED)?;
-    ensure!(!said.contains("warn"), "the removal warns of what the installation has written:\n{said}");
+    ensure!(!said.contains("warn  "), "the removal warns of what the installation has written:\n{said}");
     nothing_is_left(&mut session, &before, "the DaemonSets")?;
     container(&mut session, &remove, REMOVED)?;
     session.finish();

@@ -125,7 +125,7 @@ pub(super) fn run(cache: &Cache, tools: &Tools, dist: &Dist, archive: &Path, pac
             install_and_use(&mut session, &install)?;
             upgrade::try_out(&mut session, &upgrade)?;
             let said = show(&mut session, &remove)?;
-            ensure!(!said.contains("warn"), "`{remove}` warns of what it has written itself");
+            ensure!(!said.contains("warn  "), "`{remove}` warns of what it has written itself");
             nothing_is_left(&mut session, &before, &format!("`{install}` and `{remove}`"))?;
         }
         // containerd remembers where it found the shim, also when that is gone.
