@@ -3,6 +3,8 @@
 
 use std::fs;
 use std::path::Path;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 
@@ -63,6 +65,14 @@ pub(super) fn run(cache: &Cache, tools: &Tools, dist: &Dist, archive: &Path) -> 
     Ok(())
 }
 
+/// How long a script may take until it has said its end. The installation boots two VMs and saves them.
+const END: Duration = Duration::from_secs(600);
+/// Between two looks at what it has said.
+const PAUSE: Duration = Duration::from_secs(1);
+
+const REMOVE: &str =
+    "(ctr task kill --signal SIGKILL daemon; ctr task rm --force daemon; ctr container rm daemon) 2>&1";
+
 /// Runs the script as the container of the DaemonSet, until it has said `end`. Returns all that it has said.
 fn container(session: &mut Session, script: &str, end: &str) -> Result<String> {
     let run = format!(
@@ -73,13 +83,17 @@ fn container(session: &mut Session, script: &str, end: &str) -> Result<String> {
     );
     println!("\n$ ctr run ... sh -ec '...'");
     hidden(session, &run)?;
-    let wait = format!(
-        "timeout 150 sh -c 'until grep -q \"{end}\" /root/said; do sleep 0.5; done'; cat /root/said; \
-         ctr task kill --signal SIGKILL daemon; ctr task rm --force daemon; ctr container rm daemon"
-    );
-    let said = hidden(session, &format!("({wait}) 2>&1"))?;
+    let until = Instant::now() + END;
+    let said = loop {
+        let said = hidden(session, "cat /root/said")?;
+        if said.contains(end) {
+            break said;
+        }
+        ensure!(Instant::now() < until, "the container has not said `{end}` within {END:?}:\n{said}");
+        thread::sleep(PAUSE);
+    };
     println!("{}", said.trim_end());
-    ensure!(said.contains(end), "the container has not said `{end}`:\n{said}");
+    hidden(session, REMOVE)?;
     Ok(said)
 }
 
