@@ -3,6 +3,7 @@
 mod apparmor;
 mod bad_input;
 mod block_io;
+mod busy;
 mod case;
 mod clock;
 mod counts;
