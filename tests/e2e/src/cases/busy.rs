@@ -27,8 +27,8 @@ pub(super) const TWO_SECONDS: &[u8] = b"200\n";
 /// More than any case waits for.
 pub(super) const FOR_EVER: &[u8] = b"9999999\n";
 
-/// What statistics may have beside the work: what the program does before and after its looks. An emulated and busy host
-/// needs a fifth of a second for that.
+/// What statistics may have beside the work: what the program does before and after its looks. An emulated and busy
+/// host needs a fifth of a second for that.
 const REST: Duration = Duration::from_millis(500);
 /// What `/proc/PID/stat` counts in.
 const TICK: Duration = Duration::from_millis(10);
