@@ -39,6 +39,7 @@ mod operator;
 mod operator_exec;
 mod operator_follow;
 mod operator_metrics;
+mod operator_spans;
 mod pause;
 mod permissions;
 mod pod;
