@@ -33,7 +33,8 @@ const MOST_OF_A_FILE: u64 = 1 << 20;
 
 /// Files of a state directory that are taken. They have paths, sizes and pids. The specs of containers, with their
 /// environment, are in the bundles of containerd, which are not taken.
-const TAKEN: [&str; 5] = ["journal", "vmm.json", "start.json", "events.json", "parts.json"];
+const TAKEN: [&str; 6] =
+    ["journal", "vmm.json", "start.json", "container-starts.json", "events.json", "parts.json"];
 
 /// Directories of a state directory that are not looked into: they have the files of containers, also while those are
 /// mounted, or hooks with their environment.

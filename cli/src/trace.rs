@@ -1,4 +1,4 @@
-//! `bulkhead trace`: how long each phase of a pod's start took.
+//! `bulkhead trace`: how long each phase of a pod's start took, and of the starts of its containers.
 
 use std::{
     fs::{self, File},
@@ -7,7 +7,8 @@ use std::{
 };
 
 use bulkhead_host_shim::operator::{
-    Origin, Phase, Pod, StartRecord, Step, Traceparent, VERSION, one_line, start_record,
+    ContainerStart, Origin, Phase, Pod, StartRecord, Step, Traceparent, VERSION, container_starts, one_line,
+    start_record,
 };
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -42,6 +43,15 @@ struct Trace<'s> {
     began_unix_us: u64,
     vm: Origin,
     phases: Vec<PlacedPhase<'s>>,
+    /// After the first one.
+    containers: Vec<ContainerTrace<'s>>,
+}
+
+#[derive(Debug, Serialize)]
+struct ContainerTrace<'s> {
+    container: &'s str,
+    began_unix_us: u64,
+    phases: Vec<PlacedPhase<'s>>,
 }
 
 #[derive(Debug, Serialize)]
@@ -51,9 +61,17 @@ struct PlacedPhase<'s> {
     place: &'static str,
 }
 
+fn placed(phases: &[Phase]) -> Vec<PlacedPhase<'_>> {
+    phases.iter().map(|phase| PlacedPhase { phase, place: phase.step.place() }).collect()
+}
+
 impl<'s> Trace<'s> {
-    fn of(pod: &'s Pod, start: &'s StartRecord) -> Self {
-        let placed = |phase: &'s Phase| PlacedPhase { phase, place: phase.step.place() };
+    fn of(pod: &'s Pod, start: &'s StartRecord, containers: &'s [ContainerStart]) -> Self {
+        let of_container = |start: &'s ContainerStart| ContainerTrace {
+            container: &start.container,
+            began_unix_us: start.began_unix_us,
+            phases: placed(&start.phases),
+        };
         Self {
             containerd: &pod.containerd,
             namespace: &pod.namespace,
@@ -61,12 +79,13 @@ impl<'s> Trace<'s> {
             version: start.version,
             began_unix_us: start.began_unix_us,
             vm: start.vm,
-            phases: start.phases.iter().map(placed).collect(),
+            phases: placed(&start.phases),
+            containers: containers.iter().map(of_container).collect(),
         }
     }
 }
 
-/// Prints the start of a pod, or writes it to a file.
+/// Prints the start of a pod and those of its containers, or writes them to a file.
 pub(crate) fn trace(
     out: &mut impl Write,
     root: &Path,
@@ -77,24 +96,37 @@ pub(crate) fn trace(
     let not_started = |reason| CommandError::NotStarted { pod: pod.id.clone(), reason };
     let start = start_record(&pod.path).map_err(|reason| not_started(format!(" ({})", one_line(&reason))))?;
     let start = &start.ok_or_else(|| not_started(String::new()))?;
+    let containers = container_starts(&pod.path);
+    let containers = &containers.map_err(|reason| not_started(format!(" ({})", one_line(&reason))))?;
     if let Some(path) = options.otlp {
         let write = |source| CommandError::not_written(path, source);
         let mut file = File::create_new(path).map_err(write)?;
-        return print_json(&mut file, &spans(pod, start)).map_err(|source| {
+        return print_json(&mut file, &spans(pod, start, containers)).map_err(|source| {
             // A part of it is of no use. The error is said.
             drop(fs::remove_file(path));
             write(source)
         });
     }
-    let printed = if options.json { print_json(out, &Trace::of(pod, start)) } else { waterfall(out, start) };
+    let printed = match options.json {
+        true => print_json(out, &Trace::of(pod, start, containers)),
+        false => waterfalls(out, start, containers),
+    };
     printed.map_err(CommandError::Output)
 }
 
-fn waterfall(out: &mut impl Write, start: &StartRecord) -> io::Result<()> {
-    let end = start.phases.iter().map(end_of).max().unwrap_or(0);
-    let header =
-        ["PHASE", "WHERE", "BEGIN", "DURATION", &format!("{} in all, {}", millis(end), start.vm.name())];
-    listing(out, false, &start.phases, header, |phase| {
+fn waterfalls(out: &mut impl Write, start: &StartRecord, containers: &[ContainerStart]) -> io::Result<()> {
+    waterfall(out, &start.phases, start.vm.name())?;
+    for start in containers {
+        writeln!(out)?;
+        waterfall(out, &start.phases, &format!("container {}", one_line(&start.container)))?;
+    }
+    Ok(())
+}
+
+fn waterfall(out: &mut impl Write, phases: &[Phase], what: &str) -> io::Result<()> {
+    let end = end_of_all(phases);
+    let header = ["PHASE", "WHERE", "BEGIN", "DURATION", &format!("{} in all, {what}", millis(end))];
+    listing(out, false, phases, header, |phase| {
         let indent = if phase.step.request().is_some() { "  " } else { "" };
         [
             format!("{indent}{}", phase.step.name()),
@@ -108,6 +140,10 @@ fn waterfall(out: &mut impl Write, start: &StartRecord) -> io::Result<()> {
 
 fn end_of(phase: &Phase) -> u64 {
     phase.begin_us.saturating_add(phase.duration_us)
+}
+
+fn end_of_all(phases: &[Phase]) -> u64 {
+    phases.iter().map(end_of).max().unwrap_or(0)
 }
 
 fn millis(micros: u64) -> String {
@@ -125,51 +161,45 @@ fn bar(phase: &Phase, end: u64) -> String {
     format!("|{:width$}|", format!("{}{}", " ".repeat(first), "#".repeat(length)), width = WIDTH as usize)
 }
 
-/// The start as OpenTelemetry's JSON (OTLP 1.0, ExportTraceServiceRequest), with one resource for each place.
-///
-/// A request that belongs to a span of containerd is in containerd's trace, with its parts. The other requests are in a
-/// trace of the pod's own, below a span for the whole start.
-fn spans(pod: &Pod, start: &StartRecord) -> Value {
-    let whole = format!("{}/{}/{}/{}", pod.containerd, pod.namespace, pod.id, start.began_unix_us);
-    let own: String = hex(&whole, 16);
-    let span = |name: &str| hex(&format!("{whole}/{name}"), 8);
-    let text = |key: &str, value: &str| json!({"key": key, "value": {"stringValue": value}});
-    let nanos = |micros: u64| {
-        let micros = u128::from(start.began_unix_us) + u128::from(micros);
-        (micros * 1000).to_string()
+/// A start, as it becomes spans.
+struct Start<'s> {
+    /// What no other start has. The ids of its spans are made of it.
+    unique: String,
+    /// The span for all of it.
+    whole: &'static str,
+    began_unix_us: u64,
+    phases: &'s [Phase],
+    /// Attributes of its spans.
+    attributes: Vec<Value>,
+}
+
+/// The starts as OpenTelemetry's JSON (OTLP 1.0, ExportTraceServiceRequest), with one resource for each place.
+fn spans(pod: &Pod, start: &StartRecord, containers: &[ContainerStart]) -> Value {
+    let of_pod = format!("{}/{}/{}", pod.containerd, pod.namespace, pod.id);
+    let first = Start {
+        unique: format!("{of_pod}/{}", start.began_unix_us),
+        whole: "start_of_pod",
+        began_unix_us: start.began_unix_us,
+        phases: &start.phases,
+        attributes: vec![attribute("bulkhead.vm", start.vm.name())],
     };
-    let one = |name: &str, (trace, parent): (String, String), begin: u64, end: u64| {
-        json!({
-            "traceId": trace, "spanId": span(name), "parentSpanId": parent, "name": name, "kind": 1,
-            "startTimeUnixNano": nanos(begin), "endTimeUnixNano": nanos(end),
-            "attributes": [text("bulkhead.vm", start.vm.name())], "status": {},
-        })
-    };
-    const WHOLE: &str = "start_of_pod";
+    let others = containers.iter().map(|start| Start {
+        unique: format!("{of_pod}/{}/{}", start.container, start.began_unix_us),
+        whole: "start_of_container",
+        began_unix_us: start.began_unix_us,
+        phases: &start.phases,
+        attributes: vec![attribute("bulkhead.container", &start.container)],
+    });
+    let starts: Vec<_> = [first].into_iter().chain(others).collect();
     let of_place = |place: &str| {
-        let of_place = start.phases.iter().filter(|phase| phase.step.place() == place);
-        let spans = of_place.map(|phase| {
-            let request = phase.step.request();
-            let caller = caller_of(start, request.unwrap_or(phase.step));
-            let trace = caller.map_or(own.clone(), |caller| caller.trace_id());
-            let parent = match (request, caller) {
-                (Some(request), _) => span(request.name()),
-                (None, Some(caller)) => caller.span_id(),
-                (None, None) => span(WHOLE),
-            };
-            one(phase.step.name(), (trace, parent), phase.begin_us, end_of(phase))
-        });
-        let end = start.phases.iter().map(end_of).max().unwrap_or(0);
-        let has_own = start.phases.iter().any(|it| it.step.request().is_none() && it.caller.is_none());
-        let root = (place == "shim" && has_own).then(|| one(WHOLE, (own.clone(), String::new()), 0, end));
-        let spans: Vec<_> = root.into_iter().chain(spans).collect();
+        let spans: Vec<_> = starts.iter().flat_map(|start| start.spans(place)).collect();
         json!({
             "resource": {"attributes": [
-                text("service.name", &format!("bulkhead-{place}")),
-                text("service.version", VERSION),
-                text("bulkhead.containerd", &pod.containerd),
-                text("bulkhead.namespace", &pod.namespace),
-                text("bulkhead.pod", &pod.id),
+                attribute("service.name", &format!("bulkhead-{place}")),
+                attribute("service.version", VERSION),
+                attribute("bulkhead.containerd", &pod.containerd),
+                attribute("bulkhead.namespace", &pod.namespace),
+                attribute("bulkhead.pod", &pod.id),
             ]},
             "scopeSpans": [{"scope": {"name": "bulkhead trace"}, "spans": spans}],
         })
@@ -178,9 +208,54 @@ fn spans(pod: &Pod, start: &StartRecord) -> Value {
     json!({ "resourceSpans": resources })
 }
 
-/// The span of containerd that a request of the start belongs to.
-fn caller_of(start: &StartRecord, request: Step) -> Option<Traceparent> {
-    start.phases.iter().find(|phase| phase.step == request)?.caller
+fn attribute(key: &str, value: &str) -> Value {
+    json!({"key": key, "value": {"stringValue": value}})
+}
+
+impl Start<'_> {
+    /// Its spans of a place.
+    ///
+    /// A request that belongs to a span of containerd is in containerd's trace, with its parts. The other requests are
+    /// in a trace of their own, below a span for the whole start.
+    fn spans(&self, place: &str) -> Vec<Value> {
+        let own: String = hex(&self.unique, 16);
+        let of_place = self.phases.iter().filter(|phase| phase.step.place() == place);
+        let spans = of_place.map(|phase| {
+            let request = phase.step.request();
+            let caller = self.caller_of(request.unwrap_or(phase.step));
+            let trace = caller.map_or(own.clone(), |caller| caller.trace_id());
+            let parent = match (request, caller) {
+                (Some(request), _) => self.span_id(request.name()),
+                (None, Some(caller)) => caller.span_id(),
+                (None, None) => self.span_id(self.whole),
+            };
+            self.span(phase.step.name(), (trace, parent), phase.begin_us, end_of(phase))
+        });
+        let has_own = self.phases.iter().any(|it| it.step.request().is_none() && it.caller.is_none());
+        let whole = || self.span(self.whole, (own.clone(), String::new()), 0, end_of_all(self.phases));
+        (place == "shim" && has_own).then(whole).into_iter().chain(spans).collect()
+    }
+
+    fn span(&self, name: &str, (trace, parent): (String, String), begin: u64, end: u64) -> Value {
+        let nanos = |micros: u64| {
+            let micros = u128::from(self.began_unix_us) + u128::from(micros);
+            (micros * 1000).to_string()
+        };
+        json!({
+            "traceId": trace, "spanId": self.span_id(name), "parentSpanId": parent, "name": name, "kind": 1,
+            "startTimeUnixNano": nanos(begin), "endTimeUnixNano": nanos(end),
+            "attributes": self.attributes, "status": {},
+        })
+    }
+
+    fn span_id(&self, name: &str) -> String {
+        hex(&format!("{}/{name}", self.unique), 8)
+    }
+
+    /// The span of containerd that a request of the start belongs to.
+    fn caller_of(&self, request: Step) -> Option<Traceparent> {
+        self.phases.iter().find(|phase| phase.step == request)?.caller
+    }
 }
 
 /// So many bytes of a digest.
@@ -205,7 +280,13 @@ mod tests {
         StartRecord { version: 2, began_unix_us: 1_000_000, vm: Origin::Clone, phases }
     }
 
-    /// Pods that have started, and one that has not, in two namespaces.
+    fn container() -> ContainerStart {
+        let phase = |step, begin_us, duration_us| Phase { step, begin_us, duration_us, caller: None };
+        let phases = vec![phase(Step::Create, 0, 6_000), phase(Step::CreateContainer, 3_000, 3_000)];
+        ContainerStart { version: 1, container: "app".into(), began_unix_us: 2_000_000, phases }
+    }
+
+    /// Pods that have started, and one that has not, in two namespaces. Those have a second container.
     fn pods() -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
         for pod in ["one/demo", "two/demo", "two/new"] {
@@ -214,6 +295,8 @@ mod tests {
             if pod != "two/new" {
                 let line = serde_json::to_string(&start()).unwrap() + "\n";
                 fs::write(path.join("start.json"), line).unwrap();
+                let line = serde_json::to_string(&container()).unwrap() + "\n";
+                fs::write(path.join("container-starts.json"), line).unwrap();
             }
         }
         dir
@@ -226,8 +309,16 @@ mod tests {
     #[test]
     fn a_phase_is_a_bar_where_it_was() {
         let mut text = Vec::new();
-        waterfall(&mut text, &start()).unwrap();
+        waterfalls(&mut text, &start(), &[container()]).unwrap();
         let text = String::from_utf8(text).unwrap();
+        let (text, of_container) = text.split_once("\n\n").unwrap();
+        let lines: Vec<_> = of_container.lines().collect();
+        assert!(lines[0].ends_with("6.000 ms in all, container app"), "{of_container}");
+        assert!(
+            lines[1].starts_with("create ") && lines[2].starts_with("  create_container "),
+            "{of_container}"
+        );
+        assert!(lines[2].ends_with(&format!("|{}{}|", " ".repeat(20), "#".repeat(20))), "{of_container}");
         let lines: Vec<_> = text.lines().collect();
         assert!(lines[0].ends_with("80.000 ms in all, clone"), "{text}");
         assert!(lines[2].starts_with("  restore_vm") && lines[2].contains("25.500 ms"), "{text}");
@@ -256,6 +347,13 @@ mod tests {
             value["phases"][1],
             json!({"step": "restore_vm", "begin_us": 10000, "duration_us": 25500, "place": "vmm"})
         );
+        let containers = value["containers"].as_array().unwrap();
+        assert_eq!((containers.len(), &containers[0]["container"]), (1, &"app".into()));
+        assert_eq!(containers[0]["phases"][1]["place"], "agent");
+        let path = dir.path().join("c/one/demo/container-starts.json");
+        fs::write(path, "{\"version\":2}\n").unwrap();
+        let error = trace(&mut Vec::new(), dir.path(), json).unwrap_err().to_string();
+        assert!(error.contains("container-starts.json: it has version 2"), "{error}");
     }
 
     #[test]
@@ -263,7 +361,7 @@ mod tests {
         let dir = pods();
         let pod = bulkhead_host_shim::operator::pod_named(&dir.path().join("c/one/demo"));
         let spans_of = |start: &StartRecord| -> HashMap<String, Value> {
-            let value = spans(&pod, start);
+            let value = spans(&pod, start, &[]);
             let resources = value["resourceSpans"].as_array().unwrap();
             let spans = resources.iter().flat_map(|it| it["scopeSpans"][0]["spans"].as_array().unwrap());
             spans.map(|span| (span["name"].as_str().unwrap().to_owned(), span.clone())).collect()
@@ -304,7 +402,21 @@ mod tests {
             .flat_map(|resource| resource["scopeSpans"][0]["spans"].as_array().unwrap())
             .collect();
         let named = |name: &str| *spans.iter().find(|span| span["name"] == name).unwrap();
-        assert_eq!(spans.len(), 5);
+        assert_eq!(spans.len(), 8);
+        let of_container = |span: &&&Value| {
+            let attribute = &span["attributes"][0];
+            attribute["key"] == "bulkhead.container" && attribute["value"]["stringValue"] == "app"
+        };
+        let of_container: Vec<_> = spans.iter().filter(of_container).collect();
+        let names: Vec<_> = of_container.iter().map(|span| span["name"].as_str().unwrap()).collect();
+        assert_eq!(names, ["start_of_container", "create", "create_container"]);
+        let [whole, create, part] = of_container.as_slice() else { panic!("{of_container:?}") };
+        assert_eq!((&create["parentSpanId"], &part["parentSpanId"]), (&whole["spanId"], &create["spanId"]));
+        assert_eq!(create["startTimeUnixNano"], "2000000000");
+        assert_ne!(
+            (&create["traceId"], &create["spanId"]),
+            (&named("create")["traceId"], &named("create")["spanId"])
+        );
         for span in &spans {
             assert_eq!(span["traceId"].as_str().map(str::len), Some(32));
             assert_eq!(span["spanId"].as_str().map(str::len), Some(16));

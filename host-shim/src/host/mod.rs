@@ -37,6 +37,7 @@ pub(crate) mod rootfs;
 pub(crate) mod sandbox_files;
 pub(crate) mod share;
 pub(crate) mod shim_socket;
+pub(crate) mod start_log;
 pub(crate) mod state_dir;
 pub(crate) mod undo;
 mod vmm_ends;

@@ -24,6 +24,7 @@ use crate::{
         pod_cgroups,
         process_id::ProcessId,
         share, shim_socket,
+        start_log::CONTAINER_STARTS,
         undo::{UNDO, remove_all_but, unmount_tree},
         vmm_ends::VmmEnds,
     },
@@ -56,8 +57,8 @@ pub(crate) const VMM_CONFIG: &str = "vmm.json";
 pub const CONSOLE: &str = "console/console.log";
 pub(crate) const CONSOLE_DIRECTORY: &str = "console";
 
-/// How the pod started: a line of JSON ([`StartRecord`]) for each of the requests Create and Start. The last one
-/// counts.
+/// How the pod's first container started: a line of JSON ([`StartRecord`]) for each of the requests Create and Start.
+/// The last one counts.
 pub(crate) const START_RECORD: &str = "start.json";
 
 /// The configuration of a VMM whose VM becomes a template.
@@ -115,6 +116,7 @@ impl StateDir {
             .and_then(|()| journal.make_dir(&path.join(VOLUMES)))
             .and_then(|()| journal.make_dir(&path.join(POSTSTOP)))
             .and_then(|()| journal.record(Effect::File { path: path.join(START_RECORD) }))
+            .and_then(|()| journal.record(Effect::File { path: path.join(CONTAINER_STARTS) }))
             .and_then(|()| journal.record(Effect::File { path: path.join(EVENTS) }))
             .map_err(|source| StateDirError::Record { path: path.into(), source })?;
         Ok((Self { path: path.into(), dir }, journal))

@@ -24,7 +24,7 @@ pub use failures::{failures, forget_failures};
 pub use garbage::{Garbage, Removed, garbage, remove_garbage};
 pub use pods::{Pod, PodState, named as pod_named, paths as pod_paths, pods};
 pub use sample::{Node, Sample, Sampler};
-pub use start::start_record;
+pub use start::{container_starts, start_record};
 pub use templates::{
     Template, TemplateState, largest_template_mib, remove_all_templates, remove_template, templates,
 };
@@ -39,7 +39,7 @@ pub use crate::{
         event::PodEvent,
         failure::Cause,
         text::one_line,
-        timeline::{Origin, Phase, StartRecord, Step},
+        timeline::{ContainerStart, MOST_CONTAINERS, Origin, Phase, StartRecord, Step},
         traceparent::{NotATraceparent, Traceparent},
     },
 };

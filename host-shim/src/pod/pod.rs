@@ -209,7 +209,10 @@ impl Pod {
                     pod.report_creation(container);
                     pod.containers().insert(id.clone(), Entry::Exists(Arc::clone(container)));
                 }
-                Err(_) => drop(pod.containers().remove(&id)),
+                Err(_) => {
+                    vm.note_not_created(&id);
+                    pod.containers().remove(&id);
+                }
             }
             creating.done.send_replace(true);
             created

@@ -11,6 +11,7 @@ mod network;
 mod oom_score;
 mod port_forward;
 mod single_container_limits;
+mod starts;
 mod volume_copies;
 
 pub(crate) use cpu_limits::PodLimit;
@@ -19,12 +20,11 @@ use host_resources::{HostRequest, HostResources};
 pub(crate) use host_sockets::{Connections, HostSockets};
 pub(crate) use memory_size::MemoryLimits;
 use port_forward::PortForward;
+use starts::Starts;
 pub(crate) use volume_copies::{Followed as FollowedVolume, VolumeCopies};
 
 use std::{
     collections::HashMap,
-    fs::File,
-    io,
     path::{Path, PathBuf},
     sync::{
         Arc, Mutex,
@@ -55,13 +55,8 @@ use crate::{
     },
     process::{error::TaskError, failure::cause_of, running_guest::Guest},
     types::{
-        config::Config,
-        error::chain,
-        event::PodEvent,
-        lock::lock,
-        request_error::RequestError,
-        spec::Cpu,
-        timeline::{Ongoing, Step, Timeline},
+        config::Config, error::chain, event::PodEvent, lock::lock, request_error::RequestError, spec::Cpu,
+        timeline::Step,
     },
 };
 
@@ -120,10 +115,7 @@ pub(crate) struct PodVm {
     exclusive_roots: AtomicBool,
     /// Tells when containers come and go, or their memory limits change.
     limits_changed: watch::Sender<()>,
-    /// How long the start of its first container takes.
-    timeline: Timeline,
-    /// The file with it, from the end of Create on.
-    start_record: Mutex<Option<File>>,
+    starts: Starts,
     /// What happens to the pod.
     events: EventLog,
 }
@@ -172,8 +164,7 @@ impl PodVm {
             huge_pages: AtomicU64::default(),
             exclusive_roots: AtomicBool::default(),
             limits_changed: watch::Sender::default(),
-            timeline: Timeline::default(),
-            start_record: Mutex::default(),
+            starts: Starts::default(),
             events,
         }
     }
@@ -187,40 +178,6 @@ impl PodVm {
     /// prepared.
     pub(crate) fn has_exclusive_roots(&self) -> bool {
         self.exclusive_roots.load(Ordering::Relaxed)
-    }
-
-    /// Notes that the start of the pod begins, if `id` is its first container.
-    pub(crate) fn begin_start(&self, id: &str) {
-        if self.is_first(id) {
-            self.timeline.restart();
-        }
-    }
-
-    /// Begins a step of the start of the pod, if `id` is its first container.
-    pub(crate) fn time(&self, id: &str, step: Step) -> Option<Ongoing> {
-        self.is_first(id).then(|| self.timeline.begin(step))
-    }
-
-    /// Records how the pod was created, if `id` is its first container. Nothing depends on the record.
-    pub(crate) fn note_created(&self, id: &str) {
-        if self.is_first(id) {
-            let file = state_dir::make_start_record(&self.settings.state_path());
-            *lock(&self.start_record) = file.and_then(|file| self.record_start(file)).inspect_err(warn).ok();
-        }
-    }
-
-    /// Records how the pod was started, if `id` is its first container. The pod may have ended already. So this opens
-    /// no file, which would make one in a state directory that is being removed.
-    pub(crate) fn note_started(&self, id: &str) {
-        if self.is_first(id)
-            && let Some(file) = lock(&self.start_record).take()
-        {
-            _ = self.record_start(file).inspect_err(warn);
-        }
-    }
-
-    fn record_start(&self, file: File) -> io::Result<File> {
-        state_dir::add_to_start_record(&file, &self.timeline.record()).map(|()| file)
     }
 
     /// Records that a container could not be created or started, and counts it for the host.
@@ -289,7 +246,7 @@ impl PodVm {
             rootfs: plan.rootfs.clone(),
             pending: (self.pending.clone(), self.settings.id.clone()),
             owners: socket.into_iter().chain([bundle]).collect(),
-            timeline: self.timeline.clone(),
+            timeline: self.starts.first.clone(),
             events: self.events.clone(),
         };
         let prepared = blocking::run(
@@ -316,6 +273,7 @@ impl PodVm {
             self.start(plan).await?
         } else {
             let guest = self.guest()?;
+            let _step = self.time(&plan.id, Step::FitMemory);
             guest.run(self.grow_memory(&guest)).await?;
             guest
         };
@@ -339,7 +297,7 @@ impl PodVm {
         let running =
             Running { guest: guest.clone(), role, _clock: clock, _growth: growth, _processors: processors };
         *lock(&self.running) = Some(running);
-        self.events.record(PodEvent::VmUp { vm: self.timeline.record().vm });
+        self.events.record(PodEvent::VmUp { vm: self.starts.first.record().vm });
         Ok(guest)
     }
 
@@ -527,8 +485,4 @@ impl PodVm {
         };
         joined.iter().map(resolve).collect()
     }
-}
-
-fn warn(error: &io::Error) {
-    tracing::warn!(error = chain(error), "cannot record how the pod started");
 }

@@ -14,7 +14,7 @@ pub(crate) const VERSION: u32 = 2;
 /// The oldest version that is read. Version 1 had no callers.
 pub(crate) const OLDEST_VERSION: u32 = 1;
 
-/// A step of the start of a pod's first container, in the order of their beginnings.
+/// A step of the start of a container, in the order of their beginnings.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Step {
@@ -34,7 +34,8 @@ pub enum Step {
     BootVm,
     /// The agent learns whose guest it is.
     StartSandbox,
-    /// The VM gets the memory that the limits of its containers need. This runs beside the step before.
+    /// The VM gets the memory that the limits of its containers need. Of a pod's first container, this runs beside the
+    /// step before.
     FitMemory,
     /// The guest gets its processors.
     FitProcessors,
@@ -139,6 +140,27 @@ pub struct StartRecord {
     pub phases: Vec<Phase>,
 }
 
+/// The version of [`ContainerStart`]. A record of another version is not read.
+pub(crate) const CONTAINER_VERSION: u32 = 1;
+
+/// So many of the containers that began last have a record, beside the pod's first one. A container that is restarted
+/// again and again is a new one each time.
+pub const MOST_CONTAINERS: usize = 16;
+
+/// What the shim records of the start of a container after the first one of its pod.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ContainerStart {
+    /// Of this structure.
+    pub version: u32,
+    /// Its id.
+    pub container: String,
+    /// When the request Create arrived: microseconds since 1970.
+    pub began_unix_us: u64,
+    /// The steps that have ended, in the order of their beginnings.
+    pub phases: Vec<Phase>,
+}
+
 /// The steps so far. Clones are the same.
 #[derive(Debug, Clone)]
 pub(crate) struct Timeline(Arc<Mutex<Begun>>);
@@ -179,12 +201,24 @@ impl Timeline {
 
     /// What is known now.
     pub(crate) fn record(&self) -> StartRecord {
+        let (began_unix_us, phases) = self.so_far();
+        let has_booted = phases.iter().any(|phase| phase.step == Step::BootVm);
+        let vm = if has_booted { Origin::Boot } else { Origin::Clone };
+        StartRecord { version: VERSION, began_unix_us, vm, phases }
+    }
+
+    /// The same of a container that is not the first one of its pod.
+    pub(crate) fn record_of(&self, container: &str) -> ContainerStart {
+        let (began_unix_us, phases) = self.so_far();
+        ContainerStart { version: CONTAINER_VERSION, container: container.into(), began_unix_us, phases }
+    }
+
+    /// When the request Create arrived, and the steps in the order of their beginnings.
+    fn so_far(&self) -> (u64, Vec<Phase>) {
         let all = self.lock();
         let mut phases = all.phases.clone();
         phases.sort_by_key(|phase| (phase.begin_us, phase.step as u8));
-        let has_booted = phases.iter().any(|phase| phase.step == Step::BootVm);
-        let vm = if has_booted { Origin::Boot } else { Origin::Clone };
-        StartRecord { version: VERSION, began_unix_us: all.at_unix_us, vm, phases }
+        (all.at_unix_us, phases)
     }
 
     fn lock(&self) -> MutexGuard<'_, Begun> {

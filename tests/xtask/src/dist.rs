@@ -29,6 +29,9 @@ pub(crate) const SHIPPED: [&str; 4] =
 /// The programs that are shipped.
 const PROGRAMS: [&str; 4] = ["bulkhead-vmm", "bulkhead-agent", "containerd-shim-bulkhead-v2", "bulkhead"];
 
+/// The package and program that stands in for kubectl.
+const KUBECTL: &str = "bulkhead-kubectl";
+
 /// The tests that `bulkhead run` runs as cargo's test runner.
 const SAMPLE: &str = "tests/e2e/sample/tests.rs";
 
@@ -131,6 +134,13 @@ pub(crate) fn build(cache: &Cache, tools: &Tools, profile: Profile) -> Result<Di
     let image = oci::pause_image(&busybox).context("cannot make the pause image")?;
     write(&root.join(TESTS).join("pause-oci.tar"), &image)?;
     Ok(Dist { root, kernel, _lock: lock })
+}
+
+/// Builds the program that stands in for kubectl, with the profile of a dist that ships. It is built together with the
+/// programs of the dist, so that their libraries serve again.
+pub(crate) fn kubectl() -> Result<PathBuf> {
+    let packages = [&SHIPPED[..], &["bulkhead-e2e", KUBECTL]].concat();
+    Ok(cargo_build(&packages, Profile::Shipped, places::renaming()?)?.join(KUBECTL))
 }
 
 /// Builds the tests of a small project as `cargo test` builds them: with the libraries of the host.

@@ -1,13 +1,15 @@
 //! What users of docker do with containers, by `docker run --runtime`.
 
 use std::fs;
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use anyhow::Result;
-use serde_json::json;
+use anyhow::{Context, Result};
+use serde_json::{Value, json};
 
-use super::Case;
 use super::lifecycle::is_promised_kernel;
+use super::{Case, busy};
 use crate::command::{Size, wait_until};
 use crate::ctr::Host;
 use crate::docker::{BRIDGE, Client, Made};
@@ -50,6 +52,9 @@ pub(super) const CASES: &[Case] = &[
 
 const MIB: usize = 1 << 20;
 const WINDOW: Size = Size { width: 80, height: 24 };
+
+/// How long dockerd may take to answer.
+const API: Duration = Duration::from_secs(60);
 
 /// Runs for as long as nobody ends it, and does not mind SIGTERM.
 const STUBBORN: &[&str] = &["sh", "-c", "trap '' TERM; echo ready; while :; do sleep 0.1; done"];
@@ -171,15 +176,48 @@ fn pause(host: &Host) -> Result<()> {
 }
 
 fn stats(host: &Host) -> Result<()> {
-    let script = "head -c 20000000 /dev/zero > /dev/shm/x; sleep 1000 & echo ready; wait";
-    let made = Client::of(host)?.container().flags(["--memory", "64m"]).detach(&["sh", "-c", script])?;
-    made.wait_for_output("ready")?;
-    let finished = made.docker(&["stats", "--no-stream", "--format", "{{.MemUsage}} {{.PIDs}}"])?;
+    let script = format!("head -c 20000000 /dev/zero > /dev/shm/x; sleep 1000 & {}", busy::PROGRAM);
+    let client = Client::of(host)?;
+    let container = client.container().flags(["--memory", "64m"]);
+    let (mut running, made) = container.start_in_terminal(WINDOW, &["sh", "-c", &script])?;
+    running.wait_for("ready")?;
+    let shown = || made.docker(&["stats", "--no-stream", "--format", "{{.CPUPerc}} {{.MemUsage}} {{.PIDs}}"]);
+    let percent = |text: &str| text.split('%').next().and_then(|number| number.parse::<f64>().ok());
+    let finished = shown()?;
     let text = finished.succeeds()?.text();
-    let used = text.split("MiB").next().and_then(|number| number.parse::<f64>().ok());
+    let used = text.split(['%', 'M']).nth(1).and_then(|number| number.trim().parse::<f64>().ok());
     finished.check("from 19 to 64 MiB", used.is_some_and(|used| (19.0..64.0).contains(&used)))?;
     finished.check("a limit of 64 MiB and two processes", text.ends_with("/ 64MiB 2\n"))?;
+    finished.check("less than 10 % of a processor", percent(&text).is_some_and(|it| it < 10.0))?;
+
+    let before = processor_time(&client, made.name())?;
+    running.write(busy::TWO_SECONDS)?;
+    let used = busy::used(host, || Ok(made.docker(&["logs"])?.text()))?;
+    let grown = processor_time(&client, made.name())?.saturating_sub(before);
+    busy::agree("docker's statistics", grown, used)?;
+    running.write(busy::FOR_EVER)?;
+    let finished = shown()?;
+    let text = finished.succeeds()?.text();
+    // dockerd and the client need some of the one processor of an emulated host.
+    finished.check(
+        "most of a processor, and no more",
+        percent(&text).is_some_and(|it| (40.0..110.0).contains(&it)),
+    )?;
     Ok(())
+}
+
+/// The processor time of a container, as docker's API has it. The command has per cent only.
+fn processor_time(client: &Client<'_>, name: &str) -> Result<Duration> {
+    let mut stream = UnixStream::connect(client.socket()).context("cannot connect to dockerd")?;
+    stream.set_read_timeout(Some(API))?;
+    let path = format!("/containers/{name}/stats?stream=false&one-shot=true");
+    stream.write_all(format!("GET {path} HTTP/1.0\r\n\r\n").as_bytes())?;
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).context("dockerd does not answer")?;
+    let body = answer.split_once("\r\n\r\n").context("an answer without a body")?.1;
+    let stats: Value = serde_json::from_str(body).with_context(|| format!("not JSON: {answer}"))?;
+    let nanoseconds = stats.pointer("/cpu_stats/cpu_usage/total_usage").and_then(Value::as_u64);
+    Ok(Duration::from_nanos(nanoseconds.with_context(|| format!("no processor time: {stats:#}"))?))
 }
 
 fn top(host: &Host) -> Result<()> {

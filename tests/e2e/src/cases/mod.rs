@@ -3,6 +3,7 @@
 mod apparmor;
 mod bad_input;
 mod block_io;
+mod busy;
 mod case;
 mod clock;
 mod counts;
@@ -38,6 +39,7 @@ mod operator;
 mod operator_exec;
 mod operator_follow;
 mod operator_metrics;
+mod operator_spans;
 mod pause;
 mod permissions;
 mod pod;

@@ -1,6 +1,6 @@
 //! What an operator does with the command `bulkhead`.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 use std::time::Duration;
@@ -9,16 +9,13 @@ use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 use tonic::Code;
 
-use super::Case;
 use super::templates::{state_dir, template_of};
+use super::{Case, operator_spans};
 use crate::command::{Cmd, Finished};
-use crate::containerd::TELLS_OF_SPANS;
 use crate::cri::messages::{PodSandboxConfig, PodSandboxMetadata, RunPodSandboxRequest};
-use crate::ctr::{Host, NAMESPACE, SETTLES};
+use crate::ctr::{Host, NAMESPACE};
 use crate::fixtures::{CONFIGURATION, Covered, MovedAway, Replaced, Spec, scratch};
-use crate::pods::Pod;
 use crate::snapshot::the_process_of;
-use crate::story::otlp::{self, Collector};
 
 pub(super) const CASES: &[Case] = &[
     Case::bulkhead("check_finds_that_pods_can_run_here", check),
@@ -34,7 +31,7 @@ pub(super) const CASES: &[Case] = &[
 
 /// Those that tell versions of containerd apart.
 pub(super) const BY_VERSION: &[Case] = &[
-    Case::bulkhead("the_start_of_a_pod_is_exported_as_spans_of_its_client", spans),
+    Case::bulkhead("the_start_of_a_pod_is_exported_as_spans_of_its_client", operator_spans::spans),
     Case::bulkhead("install_adds_the_handlers_and_uninstall_leaves_nothing", install),
     Case::bulkhead("install_adds_the_handlers_to_a_configuration_of_containerd_2", install_v3).since(2, 0),
 ];
@@ -44,7 +41,7 @@ const CONTAINERD: &str = "/etc/containerd/config.toml";
 const DROP_IN: &str = "/etc/bulkhead/config.d/50-e2e.toml";
 
 /// A command that asks other programs, which take their time where the host is emulated.
-fn bulkhead(arguments: &[&str]) -> Result<Finished> {
+pub(super) fn bulkhead(arguments: &[&str]) -> Result<Finished> {
     Cmd::new("bulkhead").args(arguments).limit(Duration::from_secs(120)).run()
 }
 
@@ -211,84 +208,6 @@ fn drop_in_unknown_key(host: &Host) -> Result<()> {
         host.run(&["true"])?.fails_with(&words)?.says_one_line()?;
         Ok(())
     })
-}
-
-/// The span of kubelet that RunPodSandbox belongs to.
-const TRACE: &str = "4bf92f3577b34da6a3ce929d0e0e4736";
-const SPAN: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
-
-fn spans(host: &Host) -> Result<()> {
-    if host.version() < TELLS_OF_SPANS {
-        return spans_of_pod(host, None);
-    }
-    let collector = Collector::start(otlp::ADDRESS)?;
-    spans_of_pod(host, Some(&collector))?;
-    host.pods()?.with_sandboxes_of_the_shim(|| spans_of_pod(host, Some(&collector)))
-}
-
-/// Expects our spans of a pod, and that they are parts of containerd's, which the collector gets.
-fn spans_of_pod(host: &Host, collector: Option<&Collector>) -> Result<()> {
-    let pod = Pod::plan(host).span(SPAN).start()?;
-    let directory = scratch()?;
-    let file = directory.path().join("spans.json").display().to_string();
-    bulkhead(&["trace", pod.id(), "--otlp", &file])?.succeeds()?;
-    let exported: Value = serde_json::from_slice(&fs::read(&file)?)?;
-    let mut spans = BTreeMap::new();
-    for resource in exported["resourceSpans"].as_array().into_iter().flatten() {
-        let service = resource["resource"]["attributes"][0]["value"]["stringValue"].as_str();
-        for span in resource["scopeSpans"][0]["spans"].as_array().into_iter().flatten() {
-            spans.insert(format!("{} {}", service.unwrap_or(""), span["name"].as_str().unwrap_or("")), span);
-        }
-    }
-    let vm =
-        ["bulkhead-vmm restore_vm", "bulkhead-vmm boot_vm"].into_iter().find(|it| spans.contains_key(*it));
-    let vm = vm.with_context(|| format!("expected  a span of the VMM\ncame      {exported:#}"))?;
-    let span = |name: &str| {
-        spans.get(name).copied().with_context(|| format!("expected  {name}\ncame      {exported:#}"))
-    };
-    for (request, parts) in [
-        ("bulkhead-shim create", [vm, "bulkhead-agent create_container"]),
-        ("bulkhead-shim start", ["bulkhead-shim connect_network", "bulkhead-agent start_container"]),
-    ] {
-        let request = span(request)?;
-        for part in parts {
-            let part = span(part)?;
-            ensure!(
-                part["parentSpanId"] == request["spanId"] && part["traceId"] == request["traceId"],
-                "expected  a part of {request:#}\ncame      {part:#}"
-            );
-        }
-        match collector {
-            Some(collector) => is_in_run_pod_sandbox(host, collector, request)?,
-            None => ensure!(
-                request["traceId"] != TRACE,
-                "expected  a trace of its own, because containerd tells of none\ncame      {request:#}"
-            ),
-        }
-    }
-    pod.remove()
-}
-
-/// Expects that the span of a request is a part of RunPodSandbox, which containerd exports and which is a part of the
-/// client's span.
-fn is_in_run_pod_sandbox(host: &Host, collector: &Collector, request: &Value) -> Result<()> {
-    let (trace, parent) = (request["traceId"].as_str(), request["parentSpanId"].as_str());
-    let what = format!("spans of containerd from {request:#} up to {SPAN}");
-    let whole = collector.find(&what, host.patience(SETTLES), |spans| {
-        let whole = *otlp::ancestry(spans, trace?, parent?).last()?;
-        (whole.trace == TRACE && SPAN.split('-').nth(2) == Some(&whole.parent)).then(|| whole.clone())
-    })?;
-    ensure!(
-        whole.service == "containerd" && whole.name.ends_with("/RunPodSandbox"),
-        "expected  RunPodSandbox of containerd\ncame      {whole:?}"
-    );
-    let time = |key: &str| request[key].as_str().and_then(|nanos| nanos.parse::<u64>().ok());
-    let (begin, end) = (time("startTimeUnixNano"), time("endTimeUnixNano"));
-    ensure!(
-        begin.is_some_and(|begin| whole.begin_ns <= begin) && end.is_some_and(|end| end <= whole.end_ns),
-        "expected  {request:#}\nin        {whole:?}\ncame      outside"
-    );
-    Ok(())
 }
 
 fn collect(host: &Host) -> Result<()> {

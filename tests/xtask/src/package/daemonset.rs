@@ -1,23 +1,29 @@
 //! Tries what the containers of contrib/kubernetes/daemonset.yaml and daemonset-remove.yaml do to a node. There is no
-//! Kubernetes: `ctr` runs the scripts of the manifests on runc, in containers with the same rights and mounts.
+//! Kubernetes: `ctr` runs the scripts of the manifests on runc, in containers with the same rights and mounts. Their
+//! image is made by the commands of the quick start.
 
 use std::fs;
 use std::path::Path;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 
 use super::commands::{hidden, show};
-use super::trial::{SHARED, STATE, ctr_run, nothing_is_left};
+use super::kubernetes_page;
+use super::trial::{SHARED, START_DOCKER, STATE, ctr_run, nothing_is_left};
 use crate::cache::Cache;
 use crate::dist::{Dist, TESTS, source_dir};
-use crate::oci::IMAGE;
 use crate::progress::step;
 use crate::rig::{Payload, Put, Rig, Session};
 use crate::tools::Tools;
 
-/// Where the image of the manifests has the archive.
-const ARCHIVE: &str = "/bulkhead.tar.gz";
+/// The directory that has the archive, the manifests and the Dockerfile, as the quick start says.
+const DIRECTORY: &str = "/root/manifests";
 const IMAGES: &str = "/root/busybox-oci.tar";
+
+/// The registry of the quick start, which is not there.
+const REGISTRY: &str = "registry.example.com/team";
 
 /// What ends each script.
 const INSTALLED: &str = "Bulkhead is installed on this node.";
@@ -28,58 +34,96 @@ pub(super) fn run(cache: &Cache, tools: &Tools, dist: &Dist, archive: &Path) -> 
     println!("\n# contrib/kubernetes/daemonset.yaml");
     let put = |local: &Path, remote: &str| Put { local: local.into(), remote: remote.into() };
     let images = dist.root().join(TESTS).join("busybox-oci.tar");
-    let files = [put(archive, &format!("/root{ARCHIVE}")), put(&images, IMAGES)];
+    let name = archive.file_name().and_then(|name| name.to_str()).context("the archive has no name")?;
+    let manifests = source_dir().join("contrib/kubernetes");
+    let files =
+        [put(archive, &format!("{DIRECTORY}/{name}")), put(&images, IMAGES), put(&manifests, DIRECTORY)];
     let payload = Payload::new(cache, &files)?;
     let rig = Rig::ensure(cache, tools)?;
     let mut session = step("starting a bare host", || rig.start(&payload))?;
     let (install, remove) = (script("daemonset.yaml")?, script("daemonset-remove.yaml")?);
     show(&mut session, &format!("ctr image import {IMAGES}"))?;
+    show(&mut session, START_DOCKER)?;
+    let image = build_image(&mut session)?;
+    let image = image.as_str();
     hidden(&mut session, SHARED)?;
     let before = hidden(&mut session, STATE)?;
 
-    let said = container(&mut session, &install, INSTALLED)?;
+    let said = container(&mut session, image, &install, INSTALLED)?;
     ensure!(said.contains("wrote /etc/containerd/config.toml"), "containerd was not configured:\n{said}");
     ensure!(said.contains("\nmade "), "no template was made:\n{said}");
     let check = show(&mut session, "bulkhead check")?;
     ensure!(check.contains("ok    runtime handler"), "containerd has no handler");
     let of_containerd = "systemctl show --property MainPID containerd";
     let running = show(&mut session, of_containerd)?;
-    let again = container(&mut session, &install, INSTALLED)?;
+    let again = container(&mut session, image, &install, INSTALLED)?;
     ensure!(again.contains("configuration is as it was"), "the second time is not as the first:\n{again}");
     ensure!(again.contains("\nkept ") && !again.contains("\nmade "), "templates were made again:\n{again}");
     let still = show(&mut session, of_containerd)?;
     ensure!(running == still, "containerd was restarted although nothing has changed");
 
     show(&mut session, &ctr_run("--detach", "running", "sleep 1000"))?;
-    let refused = container(&mut session, &remove, "Pods of Bulkhead run on this node")?;
+    let refused = container(&mut session, image, &remove, "Pods of Bulkhead run on this node")?;
     ensure!(!refused.contains("removed"), "it has removed something under a pod:\n{refused}");
     show(&mut session, "ctr task exec --exec-id one running true")?;
     show(&mut session, "ctr task rm --force running; ctr container rm running")?;
-    let said = container(&mut session, &remove, REMOVED)?;
-    ensure!(!said.contains("warn"), "the removal warns of what the installation has written:\n{said}");
+    let said = container(&mut session, image, &remove, REMOVED)?;
+    ensure!(!said.contains("warn  "), "the removal warns of what the installation has written:\n{said}");
     nothing_is_left(&mut session, &before, "the DaemonSets")?;
-    container(&mut session, &remove, REMOVED)?;
+    container(&mut session, image, &remove, REMOVED)?;
     session.finish();
     Ok(())
 }
 
+/// How long a script may take until it has said its end. The installation boots two VMs and saves them.
+const END: Duration = Duration::from_secs(600);
+/// Between two looks at what it has said.
+const PAUSE: Duration = Duration::from_secs(1);
+
+const REMOVE: &str =
+    "(ctr task kill --signal SIGKILL daemon; ctr task rm --force daemon; ctr container rm daemon) 2>&1";
+
+/// Makes the image by the commands of the quick start, and gives it to containerd, as a pull would. Returns its name,
+/// which both manifests must have.
+fn build_image(session: &mut Session) -> Result<String> {
+    let page = kubernetes_page::text()?;
+    let commands = kubernetes_page::commands(&page);
+    for (program, registry) in [("sed -i ", "REGISTRY"), ("docker build ", REGISTRY)] {
+        let command = commands.iter().find(|command| command.starts_with(program));
+        let command = command.with_context(|| format!("the quick start has no `{program}`"))?;
+        show(session, &format!("cd {DIRECTORY} && {}", command.replace("REGISTRY", registry)))?;
+    }
+    let names =
+        hidden(session, &format!("cd {DIRECTORY} && sed -n 's/^ *image: //p' *.yaml | sort --unique"))?;
+    let name = names.trim_end();
+    ensure!(
+        name.starts_with(REGISTRY) && name.lines().count() == 1,
+        "the manifests have the images\n{names}"
+    );
+    hidden(session, &format!("docker image save {name} | ctr image import -"))?;
+    Ok(name.to_owned())
+}
+
 /// Runs the script as the container of the DaemonSet, until it has said `end`. Returns all that it has said.
-fn container(session: &mut Session, script: &str, end: &str) -> Result<String> {
+fn container(session: &mut Session, image: &str, script: &str, end: &str) -> Result<String> {
     let run = format!(
         "rm -f /root/said; ctr run --detach --log-uri file:///root/said --privileged --with-ns pid:/proc/1/ns/pid \
-         --mount type=bind,src=/,dst=/host,options=rbind:rw \
-         --mount type=bind,src=/root{ARCHIVE},dst={ARCHIVE},options=bind:ro {IMAGE} daemon sh -ec {}",
+         --mount type=bind,src=/,dst=/host,options=rbind:rw {image} daemon sh -ec {}",
         quoted(script)
     );
     println!("\n$ ctr run ... sh -ec '...'");
     hidden(session, &run)?;
-    let wait = format!(
-        "timeout 150 sh -c 'until grep -q \"{end}\" /root/said; do sleep 0.5; done'; cat /root/said; \
-         ctr task kill --signal SIGKILL daemon; ctr task rm --force daemon; ctr container rm daemon"
-    );
-    let said = hidden(session, &format!("({wait}) 2>&1"))?;
+    let until = Instant::now() + END;
+    let said = loop {
+        let said = hidden(session, "cat /root/said")?;
+        if said.contains(end) {
+            break said;
+        }
+        ensure!(Instant::now() < until, "the container has not said `{end}` within {END:?}:\n{said}");
+        thread::sleep(PAUSE);
+    };
     println!("{}", said.trim_end());
-    ensure!(said.contains(end), "the container has not said `{end}`:\n{said}");
+    hidden(session, REMOVE)?;
     Ok(said)
 }
 

@@ -1,13 +1,18 @@
-//! The quick start with Kubernetes. No test executes it, because the tests have no Kubernetes. What it shows must be
-//! what the package has: each manifest is that of a file, and each file or subcommand that a command names exists.
+//! The quick start with Kubernetes. The tests have no Kubernetes, so a program stands in for `kubectl` where the trial
+//! executes the page (`tests/kubectl`). What the page shows must be what the package has: each manifest is that of a
+//! file, and each file or subcommand that a command names exists.
 
 use std::fs;
 
 use anyhow::{Context, Result, bail, ensure};
 
+use super::commands::hidden;
 use super::{DOCUMENTS, VERSION};
-use crate::dist::source_dir;
+use crate::dist::{Dist, TESTS, kubectl, source_dir};
+use crate::rig::{Put, Session};
 
+/// Its name, as the trial follows it.
+pub(super) const NAME: &str = "quickstart-kubernetes.md";
 const PAGE: &str = "docs/quickstart-kubernetes.md";
 const MANIFESTS: &str = "contrib/kubernetes";
 
@@ -24,9 +29,34 @@ const INSTALLATION: &str = "cli/src/install/mod.rs";
 /// Programs that the page may use, of which nothing is checked but the files that they name.
 const OTHERS: [&str; 5] = ["docker", "dpkg", "kubectl", "sed", "tar"];
 
+/// Where the image of pause is put.
+const PAUSE: &str = "/root/pause-oci.tar";
+
+/// What a node of a cluster could pull: the image of the page, and that of pause as containerd's configuration has it.
+const IMPORT: &str = "set -e; ctr() { command ctr --namespace k8s.io \"$@\"; }
+    ctr image import /root/busybox-oci.tar; ctr image import /root/pause-oci.tar
+    pause=$(containerd config dump | sed -n 's/^ *sandbox_image = \"\\(.*\\)\"$/\\1/p')
+    ctr image tag --force registry.k8s.io/pause:3.10 \"$pause\"";
+
+/// The program that stands in for kubectl, and the image of pause.
+pub(super) fn puts(dist: &Dist) -> Result<[Put; 2]> {
+    let put = |local, remote: &str| Put { local, remote: remote.into() };
+    let pause = dist.root().join(TESTS).join("pause-oci.tar");
+    Ok([put(kubectl()?, "/usr/local/bin/kubectl"), put(pause, PAUSE)])
+}
+
+/// Gives containerd what a node could pull.
+pub(super) fn prepare(session: &mut Session) -> Result<()> {
+    hidden(session, IMPORT).map(drop)
+}
+
 /// Checks the page.
 pub(super) fn check() -> Result<()> {
-    check_text(&source(PAGE)?).context(PAGE)
+    check_text(&text()?).context(PAGE)
+}
+
+pub(super) fn text() -> Result<String> {
+    source(PAGE)
 }
 
 fn source(path: &str) -> Result<String> {
@@ -65,7 +95,7 @@ fn check_manifests(page: &str) -> Result<()> {
 }
 
 /// The commands of the page: lines of blocks `sh`, and lines with four spaces before them.
-fn commands(page: &str) -> Vec<String> {
+pub(super) fn commands(page: &str) -> Vec<String> {
     let mut commands = Vec::new();
     let mut block = None;
     for line in page.lines() {

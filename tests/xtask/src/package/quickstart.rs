@@ -3,7 +3,7 @@
 
 use anyhow::{Result, ensure};
 
-/// How the expected output writes a part that differs.
+/// How the expected output writes a part that differs. A line that has nothing else stands for any number of lines.
 const ANYTHING: &str = "...";
 
 /// A script of a page.
@@ -53,9 +53,20 @@ pub(super) fn block(page: &str, kind: &str) -> Option<String> {
 
 /// Whether each line of the output is as the page has it, in order. The width of columns does not count.
 fn is_as_expected(expected: &str, output: &str) -> bool {
-    let (expected, output) = (words(expected), words(output));
-    expected.len() == output.len()
-        && expected.iter().zip(&output).all(|(pattern, line)| matches(pattern, line))
+    are_as_expected(&words(expected), &words(output))
+}
+
+fn are_as_expected(expected: &[String], output: &[String]) -> bool {
+    match expected {
+        [] => output.is_empty(),
+        [first, rest @ ..] if first == ANYTHING => {
+            (0..=output.len()).any(|left_out| are_as_expected(rest, &output[left_out..]))
+        }
+        [first, rest @ ..] => match output {
+            [line, others @ ..] => matches(first, line) && are_as_expected(rest, others),
+            [] => false,
+        },
+    }
 }
 
 /// The lines, with one space between words.
@@ -114,6 +125,11 @@ mod tests {
             ("... STATE ... SIZE\n", "NAME STATE AGE SIZE\n", true),
             ("NAME ... STATE ... CLONES\n", "NAME  STATE  SIZE  CLONES\n", true),
             ("... SIZE ... STATE\n", "NAME STATE AGE SIZE\n", false),
+            ("...\nb ...\n...\n", "a\na\nb 1\nc\n", true),
+            ("...\nb\n...\n", "b\n", true),
+            ("...\nb\n...\n", "a\nc\n", false),
+            ("a\n...\n", "b\na\n", false),
+            ("...\nb\n", "a\nb\nc\n", false),
         ] {
             assert_eq!(is_as_expected(expected, output), is_right, "{expected} {output}");
         }
@@ -122,7 +138,7 @@ mod tests {
     #[test]
     #[allow(clippy::unwrap_used)]
     fn the_pages_have_scripts_and_outputs() {
-        for page in ["containerd", "docker"] {
+        for page in ["containerd", "docker", "kubernetes"] {
             let path = source_dir().join(format!("docs/quickstart-{page}.md"));
             let steps = steps(&fs::read_to_string(path).unwrap());
             assert!(steps.len() > 5 && steps.iter().any(|step| step.expected.is_some()), "{page}: {steps:?}");

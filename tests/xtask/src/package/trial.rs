@@ -10,7 +10,7 @@ use serde::Deserialize;
 use tempfile::TempDir;
 
 use super::commands::{hidden, show};
-use super::{prometheus, quickstart, test_runners, upgrade};
+use super::{kubernetes_page, prometheus, quickstart, test_runners, upgrade};
 use crate::cache::Cache;
 use crate::containerd::Containerd;
 use crate::dist::{Dist, TESTS, source_dir};
@@ -38,7 +38,7 @@ END"#;
 const PULL: &str = "ctr image pull";
 
 /// docker is kept from starting by the rig, and has no image.
-const START_DOCKER: &str = "systemctl unmask --quiet docker.service docker.socket && systemctl start docker && \
+pub(super) const START_DOCKER: &str = "systemctl unmask --quiet docker.service docker.socket && systemctl start docker && \
     ctr image export /root/busybox.tar docker.io/library/busybox:latest && \
     docker load --quiet --input /root/busybox.tar && rm /root/busybox.tar";
 
@@ -97,7 +97,9 @@ pub(super) fn run(cache: &Cache, tools: &Tools, dist: &Dist, archive: &Path, pac
         // Metrics do not depend on the version of containerd.
         let is_watched = containerd == Containerd::V1_7;
         let prometheus = is_watched.then(|| prometheus::put(cache)).transpose()?;
-        let files: Vec<_> = files.into_iter().chain(containerd.put(cache)?).chain(prometheus).collect();
+        let kubernetes = is_watched.then(|| kubernetes_page::puts(dist)).transpose()?.into_iter().flatten();
+        let files = files.into_iter().chain(containerd.put(cache)?).chain(prometheus).chain(kubernetes);
+        let files: Vec<_> = files.collect();
         let payload = Payload::new(cache, &files)?;
         let what = format!("starting a bare host with containerd {}", containerd.name());
         let mut session = step(&what, || rig.start(&payload))?;
@@ -125,7 +127,7 @@ pub(super) fn run(cache: &Cache, tools: &Tools, dist: &Dist, archive: &Path, pac
             install_and_use(&mut session, &install)?;
             upgrade::try_out(&mut session, &upgrade)?;
             let said = show(&mut session, &remove)?;
-            ensure!(!said.contains("warn"), "`{remove}` warns of what it has written itself");
+            ensure!(!said.contains("warn  "), "`{remove}` warns of what it has written itself");
             nothing_is_left(&mut session, &before, &format!("`{install}` and `{remove}`"))?;
         }
         // containerd remembers where it found the shim, also when that is gone.
@@ -143,6 +145,9 @@ pub(super) fn run(cache: &Cache, tools: &Tools, dist: &Dist, archive: &Path, pac
             ensure!(said.contains(test_runners::ANSWERED), "the program in the microVM was not answered");
             test_runners::stop(&mut session)?;
             nothing_is_left(&mut session, &before, test_runners::PAGE)?;
+            kubernetes_page::prepare(&mut session)?;
+            follow(&mut session, kubernetes_page::NAME)?;
+            nothing_is_left(&mut session, &before, kubernetes_page::NAME)?;
             show(&mut session, &format!("dpkg --install {package_there}"))?;
             prometheus::watch(&mut session)?;
             show(&mut session, "dpkg --remove bulkhead")?;

@@ -8,9 +8,9 @@ use ttrpc::r#async::TtrpcContext;
 
 use super::*;
 use crate::{
-    operator::start_record,
+    operator::{container_starts, start_record},
     service::task::TaskService,
-    types::timeline::{Origin, Phase, StartRecord, Step},
+    types::timeline::{Origin, Phase, Step},
 };
 
 /// The context of a request of this span of a client, and what the client says of the span.
@@ -27,8 +27,8 @@ pub(super) fn callers(story: &Story) -> Vec<(&'static str, String)> {
     record.phases.iter().filter_map(called).collect()
 }
 
-fn durations(record: &StartRecord) -> HashMap<&'static str, u64> {
-    record.phases.iter().map(|phase| (phase.step.name(), phase.duration_us)).collect()
+fn durations(phases: &[Phase]) -> HashMap<&'static str, u64> {
+    phases.iter().map(|phase| (phase.step.name(), phase.duration_us)).collect()
 }
 
 #[tokio::test]
@@ -38,7 +38,7 @@ async fn the_phases_of_a_start_are_recorded_and_go_with_the_pod() {
     let state = story.guest.state.clone();
     let created = start_record(&state).unwrap().unwrap();
     assert_eq!(created.vm, Origin::Boot);
-    let mut parts = durations(&created);
+    let mut parts = durations(&created.phases);
     let create = parts.remove(Step::Create.name()).unwrap();
     assert!(parts.values().all(|part| *part <= create), "{created:?}");
     let mut names: Vec<_> = parts.into_keys().collect();
@@ -58,7 +58,7 @@ async fn the_phases_of_a_start_are_recorded_and_go_with_the_pod() {
     assert_eq!(mode & 0o777, 0o600);
     container.start().await.unwrap();
     let started = start_record(&state).unwrap().unwrap();
-    let parts = durations(&started);
+    let parts = durations(&started.phases);
     assert!(
         parts["start"] >= parts["start_container"] && parts.contains_key("connect_network"),
         "{started:?}"
@@ -71,6 +71,46 @@ async fn the_phases_of_a_start_are_recorded_and_go_with_the_pod() {
     story.wait_demo().await;
     story.pod.delete("demo").await.unwrap();
     story.end(&WHOLE_LIFE).await;
+}
+
+#[tokio::test]
+async fn each_further_container_of_a_pod_has_a_record_of_its_own() {
+    let story = Story::pod().await;
+    let state = story.guest.state.clone();
+    assert_eq!(container_starts(&state), Ok(Vec::new()));
+    // It has no bundle.
+    let failing = story.pod.create(CreateRequest::Task(story.request_of("none")));
+    timeout(WAIT, failing).await.unwrap().unwrap_err();
+    story.add("created", &["true"]).await.unwrap();
+    story.run("one", &["true"]).await;
+    let starts = container_starts(&state).unwrap();
+    let [created, started] = starts.as_slice() else { panic!("{starts:?}") };
+    assert_eq!([&created.container, &started.container], ["created", "one"]);
+    let sorted = |phases: &[Phase]| {
+        let mut names: Vec<_> = durations(phases).into_keys().collect();
+        names.sort_unstable();
+        names
+    };
+    let of_create =
+        ["create", "create_container", "fit_memory", "fit_processors", "mount_files", "read_request"];
+    assert_eq!(sorted(&created.phases), of_create);
+    let of_start = ["connect_network", "start", "start_container"];
+    let all = durations(&started.phases);
+    assert_eq!(all.len(), of_create.len() + of_start.len(), "{started:?}");
+    assert!(of_create.iter().all(|part| all[part] <= all["create"]), "{started:?}");
+    assert!(of_start.iter().all(|part| all[part] <= all["start"]), "{started:?}");
+    let first = start_record(&state).unwrap().unwrap();
+    assert!(first.began_unix_us < created.began_unix_us && created.began_unix_us < started.began_unix_us);
+    let mode = fs::metadata(state.join("container-starts.json")).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o600);
+    assert_eq!((story.wait("one").await, story.delete("one").await), (0, 0));
+    story.delete("created").await;
+    story.own().kill(15, false).await.unwrap();
+    assert_eq!((story.wait("demo").await, story.delete("demo").await), (0, 0));
+    assert!(!state.exists());
+    let (begin, end) = (["/tasks/create", "/tasks/start", "/tasks/create"], ["/tasks/exit", "/tasks/delete"]);
+    let topics = [&begin[..], &WHOLE_LIFE, &end, &end].concat();
+    story.end(&topics).await;
 }
 
 #[tokio::test]

@@ -1,11 +1,12 @@
 //! Logs, executed commands, attached streams and statistics.
 
 use std::fs;
+use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use tonic::Code;
 
-use super::super::Case;
+use super::super::{Case, busy};
 use crate::command::wait_until;
 use crate::cri::messages::*;
 use crate::ctr::Host;
@@ -32,6 +33,9 @@ pub(in crate::cases) const CASES: &[Case] = &[
 
 /// What a log file holds of one line at most.
 const LOG_LINE: usize = 16 * 1024;
+
+/// More than a container that sleeps uses in a few seconds.
+const IDLE: Duration = Duration::from_millis(100);
 
 fn log_order(host: &Host) -> Result<()> {
     let pod = Pod::start(host)?;
@@ -234,25 +238,48 @@ fn attach_terminal(host: &Host) -> Result<()> {
 
 pub(super) fn statistics(host: &Host) -> Result<()> {
     let pod = Pod::start(host)?;
-    let container = pod.container().start(&["sh", "-c", "while :; do :; done"])?;
+    let container = pod.container().config(|config| config.stdin = true);
+    let container = container.start(&["sh", "-c", busy::PROGRAM])?;
+    let idle = pod.container().named("idle", 0).start(&["sleep", "1000"])?;
     let client = host.pods()?.client();
-    let used = || -> Result<(u64, u64)> {
-        let stats = client.call(ContainerStatsRequest::from(container.id()))?.stats;
+    let stats = |id: &str| -> Result<(Duration, u64)> {
+        let stats = client.call(ContainerStatsRequest::from(id))?.stats;
         let cpu = stats.as_ref().and_then(|it| it.cpu.as_ref()?.usage_core_nano_seconds.as_ref());
         let memory = stats.as_ref().and_then(|it| it.memory.as_ref()?.working_set_bytes.as_ref());
-        Ok((cpu.map_or(0, |it| it.value), memory.map_or(0, |it| it.value)))
+        Ok((Duration::from_nanos(cpu.map_or(0, |it| it.value)), memory.map_or(0, |it| it.value)))
     };
-    let before = used()?.0;
-    // The working set is all memory less inactive page cache. A new container may have nothing else.
-    wait_until("the container's memory", host.patience(super::SEEN), || Ok(used()?.1 > 0))?;
-    wait_until("more processor time of a busy container", host.patience(super::SEEN), || {
-        Ok(used()?.0 > before)
-    })?;
-    wait_until("statistics of the pod", host.patience(super::SEEN), || {
+    let of_pod = || -> Result<(Duration, u64, usize)> {
         let stats = client.call(PodSandboxStatsRequest::from(pod.id()))?.stats;
         let linux = stats.and_then(|it| it.linux).unwrap_or_default();
         let cpu = linux.cpu.and_then(|it| it.usage_core_nano_seconds).map_or(0, |it| it.value);
         let memory = linux.memory.and_then(|it| it.working_set_bytes).map_or(0, |it| it.value);
-        Ok(cpu > 0 && memory > 0 && linux.containers.len() == 1)
-    })
+        Ok((Duration::from_nanos(cpu), memory, linux.containers.len()))
+    };
+    // The working set is all memory less inactive page cache. A new container may have nothing else.
+    wait_until("the container's memory", host.patience(super::SEEN), || Ok(stats(container.id())?.1 > 0))?;
+    wait_until("statistics of the pod", host.patience(super::SEEN), || {
+        let (_, memory, containers) = of_pod()?;
+        Ok(memory > 0 && containers == 2)
+    })?;
+
+    container.wait_for("ready")?;
+    let mut input = container.attach(false)?;
+    let look = || -> Result<_> { Ok([stats(container.id())?.0, stats(idle.id())?.0, of_pod()?.0]) };
+    let before = look()?;
+    input.write(busy::TWO_SECONDS)?;
+    let used = busy::used(host, || Ok(String::from_utf8_lossy(&container.log()?.stdout).into_owned()))?;
+    let after = look()?;
+    let grown = |index: usize| after[index].saturating_sub(before[index]);
+    busy::agree("the statistics of the container", grown(0), used)?;
+    ensure!(
+        grown(1) < IDLE,
+        "expected  a container that sleeps to use less than {IDLE:?}\ncame      {:?}",
+        grown(1)
+    );
+    ensure!(
+        grown(2) + busy::ROUNDING >= used,
+        "expected  the pod to use {used:?} or more, as its container does\ncame      {:?}",
+        grown(2)
+    );
+    Ok(())
 }
