@@ -9,8 +9,10 @@ use std::{collections::BTreeMap, path::PathBuf};
 use serde::{Deserialize, Serialize};
 
 pub use shape::{Part, PartError, Shape};
+pub use shared_socket::SharedSocket;
 
 mod shape;
+mod shared_socket;
 #[allow(unsafe_code)]
 pub mod tap;
 

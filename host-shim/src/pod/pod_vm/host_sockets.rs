@@ -6,12 +6,13 @@ use std::{io, os::fd::AsFd, pin::pin, sync::Arc, time::Duration};
 use bulkhead_agent_api::{MAX_HOST_CONNECTIONS, relay};
 use tokio::{
     io::AsyncWriteExt,
-    sync::{Mutex, OwnedSemaphorePermit, Semaphore},
-    task::{AbortHandle, JoinSet},
+    sync::{Mutex, Notify, OwnedSemaphorePermit, Semaphore},
+    task::{AbortHandle, JoinError, JoinSet},
     time::{Instant, sleep, sleep_until},
 };
 use ttrpc::Code;
 
+use super::socket_directories::Profiles;
 use crate::{
     guest::agent::{AgentError, Peer},
     host::host_socket::HostSocket,
@@ -92,6 +93,7 @@ impl HostSockets {
                 id: id.into(),
                 socket: Arc::clone(socket),
                 connections: connections.clone(),
+                in_directory: None,
             };
             tokio::spawn(async move { service.run().await }).abort_handle()
         };
@@ -105,13 +107,23 @@ impl Drop for HostSockets {
     }
 }
 
-/// A service of the host, for one container.
+/// A service of the host, for one container, or for all of a pod that find it in a directory.
 #[derive(Debug)]
-struct Service {
-    guest: Guest,
-    id: String,
-    socket: Arc<HostSocket>,
-    connections: Connections,
+pub(super) struct Service {
+    pub(super) guest: Guest,
+    /// Empty for all.
+    pub(super) id: String,
+    pub(super) socket: Arc<HostSocket>,
+    pub(super) connections: Connections,
+    pub(super) in_directory: Option<InDirectory>,
+}
+
+/// What a service in a directory shares with others.
+#[derive(Debug, Clone)]
+pub(super) struct InDirectory {
+    pub(super) profiles: Arc<Profiles>,
+    /// Hears of connections that have failed.
+    pub(super) failed: Arc<Notify>,
 }
 
 /// A connection of a container that the agent has accepted.
@@ -122,14 +134,14 @@ struct Accepted {
 }
 
 impl Service {
-    async fn run(&self) {
+    pub(super) async fn run(&self) {
         tokio::select! {
             () = self.accept() => {}
             _ = self.guest.vm.exited() => {}
         }
     }
 
-    /// Accepts until the guest has no such container any more.
+    /// Accepts until the guest has no such container or socket any more. Then those that are connected go on.
     async fn accept(&self) {
         // They end with this function.
         let mut connections = JoinSet::new();
@@ -140,24 +152,35 @@ impl Service {
             let accepted = tokio::select! {
                 accepted = &mut accepting => accepted,
                 Some(ended) = connections.join_next() => {
-                    if let Ok(Err(error)) = ended {
-                        self.log(&mut log, chain(&error));
-                    }
+                    self.ended(ended, &mut log);
                     continue;
                 }
             };
             match accepted {
                 Ok(accepted) => {
-                    connections.spawn(forward(Arc::clone(&self.socket), accepted));
+                    let connected = forward(Arc::clone(&self.socket), self.in_directory.clone(), accepted);
+                    connections.spawn(connected);
                     accepting.set(self.accept_after(Duration::ZERO));
                 }
                 Err(AgentError::Refused { code: Code::NOT_FOUND, .. } | AgentError::Disconnected { .. }) => {
-                    return;
+                    break;
                 }
                 Err(error) => {
                     self.log(&mut log, chain(&error));
                     accepting.set(self.accept_after(ACCEPT_PAUSE));
                 }
+            }
+        }
+        while let Some(ended) = connections.join_next().await {
+            self.ended(ended, &mut log);
+        }
+    }
+
+    fn ended(&self, connection: Result<io::Result<()>, JoinError>, log: &mut LogLimit) {
+        if let Ok(Err(error)) = connection {
+            self.log(log, chain(&error));
+            if let Some(InDirectory { failed, .. }) = &self.in_directory {
+                failed.notify_one();
             }
         }
     }
@@ -187,10 +210,19 @@ impl Service {
 
 /// Connects to the service and copies both ways until they have ended. An error is that of the connecting. The end of
 /// the stream tells the agent.
-async fn forward(socket: Arc<HostSocket>, accepted: Accepted) -> io::Result<()> {
+async fn forward(
+    socket: Arc<HostSocket>,
+    in_directory: Option<InDirectory>,
+    accepted: Accepted,
+) -> io::Result<()> {
     let Accepted { mut stream, peer, _permit } = accepted;
-    let service = socket.connect(peer.uid, peer.gid).await?;
-    drop(socket);
+    let service = match &in_directory {
+        Some(InDirectory { profiles, .. }) => {
+            socket.connect_confined(peer.uid, peer.gid, profiles.common()?.as_deref()).await?
+        }
+        None => socket.connect(peer.uid, peer.gid).await?,
+    };
+    drop((socket, in_directory));
     let ends = [stream.get_ref().as_fd(), service.as_fd()].map(|end| end.try_clone_to_owned());
     let [guest, host] = ends;
     let (guest, host) = (guest?, host?);
