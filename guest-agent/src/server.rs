@@ -222,6 +222,8 @@ impl Agent for Service {
         let ListenHostSocketRequest { index, path, major, minor, inode, .. } = request;
         let path = OsString::from_vec(path).into();
         let socket = DirectorySocket { index, path, socket: SharedSocket { major, minor, inode } };
+        // At once: a CloseHostSocket that comes later finds it.
+        self.sandbox.begin_host_socket(index).map_err(status)?;
         let listen = move |sandbox: Arc<Sandbox>| async move { sandbox.listen_host_socket(socket).await };
         self.to_its_end(listen).await?;
         Ok(Empty::new())

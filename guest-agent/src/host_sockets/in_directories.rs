@@ -49,9 +49,9 @@ impl DirectorySocket {
     }
 }
 
-/// The sockets at which the agent listens, by the shim's numbers.
+/// The sockets at which the agent listens, by the shim's numbers. None: it is about to listen.
 #[derive(Default)]
-pub struct DirectorySockets(Mutex<HashMap<u32, Arc<Listening>>>);
+pub struct DirectorySockets(Mutex<HashMap<u32, Option<Arc<Listening>>>>);
 
 struct Listening {
     listener: UnixListener,
@@ -59,28 +59,39 @@ struct Listening {
 }
 
 impl DirectorySockets {
-    /// Adds a socket.
-    pub fn add(&self, index: u32, listener: StdUnixListener) -> io::Result<()> {
-        listener.set_nonblocking(true)?;
-        let listener = UnixListener::from_std(listener)?;
+    /// Takes a number, for a socket that is [added](Self::add) or closed later.
+    pub fn begin(&self, index: u32) -> io::Result<()> {
         let mut sockets = self.lock();
         if sockets.len() >= MAX_DIRECTORY_SOCKETS || sockets.contains_key(&index) {
             return Err(io::Error::other(format!("there are too many, or there is a number {index}")));
         }
-        sockets.insert(index, Arc::new(Listening { listener, closed: watch::Sender::new(false) }));
+        sockets.insert(index, None);
         Ok(())
+    }
+
+    /// Adds the socket of a number, unless that was closed meanwhile.
+    pub fn add(&self, index: u32, listener: StdUnixListener) -> io::Result<()> {
+        listener.set_nonblocking(true)?;
+        let listener = UnixListener::from_std(listener)?;
+        match self.lock().get_mut(&index) {
+            Some(place @ None) => {
+                *place = Some(Arc::new(Listening { listener, closed: watch::Sender::new(false) }));
+                Ok(())
+            }
+            _ => Err(io::Error::other(format!("the socket with the number {index} is not wanted any more"))),
+        }
     }
 
     /// Listens there no more.
     pub fn close(&self, index: u32) {
-        if let Some(listening) = self.lock().remove(&index) {
+        if let Some(Some(listening)) = self.lock().remove(&index) {
             listening.closed.send_replace(true);
         }
     }
 
     /// Waits for the next connection to a socket. None: nobody listens there.
     pub async fn accept(&self, index: u32) -> Option<(Client, Peer)> {
-        let listening = self.lock().get(&index).cloned()?;
+        let listening = self.lock().get(&index).cloned()??;
         let mut closed = listening.closed.subscribe();
         tokio::select! {
             accepted = accept(&listening.listener) => accepted,
@@ -88,7 +99,7 @@ impl DirectorySockets {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, HashMap<u32, Arc<Listening>>> {
+    fn lock(&self) -> MutexGuard<'_, HashMap<u32, Option<Arc<Listening>>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -107,6 +118,7 @@ mod tests {
     async fn who_waits_for_a_connection_hears_that_nobody_listens_any_more() {
         let directory = tempfile::tempdir().unwrap();
         let sockets = DirectorySockets::default();
+        sockets.begin(7).unwrap();
         sockets.add(7, listener(directory.path(), "7")).unwrap();
         let _connected = UnixStream::connect(directory.path().join("7")).unwrap();
         assert!(sockets.accept(7).await.is_some());
@@ -122,9 +134,23 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let sockets = DirectorySockets::default();
         for index in 0..MAX_DIRECTORY_SOCKETS as u32 {
+            sockets.begin(index).unwrap();
+            sockets.begin(index).unwrap_err();
             sockets.add(index, listener(directory.path(), &index.to_string())).unwrap();
             sockets.add(index, listener(directory.path(), &format!("{index}-again"))).unwrap_err();
         }
+        sockets.begin(1000).unwrap_err();
         sockets.add(1000, listener(directory.path(), "1000")).unwrap_err();
+    }
+
+    #[tokio::test]
+    async fn a_socket_that_was_closed_before_it_was_made_is_not_kept() {
+        let directory = tempfile::tempdir().unwrap();
+        let sockets = DirectorySockets::default();
+        sockets.begin(7).unwrap();
+        sockets.close(7);
+        sockets.add(7, listener(directory.path(), "7")).unwrap_err();
+        assert!(sockets.accept(7).await.is_none());
+        assert!(sockets.lock().is_empty());
     }
 }

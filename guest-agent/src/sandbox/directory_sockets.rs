@@ -8,18 +8,30 @@ use crate::{
     host_sockets::{Peer, in_directories::DirectorySocket},
 };
 
+fn failed(source: io::Error) -> SandboxError {
+    SandboxError::Io { action: "listening at a socket of the host", source }
+}
+
 impl Sandbox {
+    /// Takes the number of such a socket. [`Sandbox::listen_host_socket`] follows, or [`Sandbox::close_host_socket`].
+    pub fn begin_host_socket(&self, index: u32) -> Result<(), SandboxError> {
+        drop(self.started()?);
+        self.directory_sockets.begin(index).map_err(failed)
+    }
+
     /// Listens at such a socket.
     pub async fn listen_host_socket(&self, socket: DirectorySocket) -> Result<(), SandboxError> {
-        drop(self.started()?);
         let (machine, index) = (Arc::clone(&self.machine), socket.index);
         let listening = tokio::task::spawn_blocking(move || socket.listen(&*machine)).await;
         let added = listening
             .map_err(io::Error::other)
             .and_then(|listener| self.directory_sockets.add(index, listener?));
-        added.map_err(|source| match source.kind() {
-            io::ErrorKind::NotFound => SandboxError::NoHostSocket(index),
-            _ => SandboxError::Io { action: "listening at a socket of the host", source },
+        added.map_err(|source| {
+            self.directory_sockets.close(index);
+            match source.kind() {
+                io::ErrorKind::NotFound => SandboxError::NoHostSocket(index),
+                _ => failed(source),
+            }
         })
     }
 

@@ -42,6 +42,13 @@ pub(crate) struct Watch(OwnedFd);
 impl Watch {
     /// Watches the directory for these events.
     pub(crate) fn new(directory: &OwnedFd, events: WatchFlags) -> io::Result<Self> {
+        let watch = Self::of_nothing()?;
+        watch.add(directory, events)?;
+        Ok(watch)
+    }
+
+    /// Watches nothing yet.
+    pub(crate) fn of_nothing() -> io::Result<Self> {
         // The kernel counts watchers for the user who makes them, and allows 128 by default. kubelet needs those of
         // root to follow logs. So each shim is another user here.
         let user = Uid::from_raw(NOBODYS | std::process::id());
@@ -51,9 +58,13 @@ impl Watch {
         };
         // The thread stays that user.
         let thread = thread::Builder::new().stack_size(blocking::STACK).spawn(make)?;
-        let watch = thread.join().map_err(|_| io::Error::other("the thread ended with a panic"))??;
-        inotify::add_watch(&watch, no_symlinks::proc_path(directory), events | WatchFlags::ONLYDIR)?;
-        Ok(Self(watch))
+        Ok(Self(thread.join().map_err(|_| io::Error::other("the thread ended with a panic"))??))
+    }
+
+    /// Watches this directory too, or again.
+    pub(crate) fn add(&self, directory: &OwnedFd, events: WatchFlags) -> io::Result<()> {
+        inotify::add_watch(&self.0, no_symlinks::proc_path(directory), events | WatchFlags::ONLYDIR)?;
+        Ok(())
     }
 
     /// The changes from now on, and those since the watch began.

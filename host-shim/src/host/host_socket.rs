@@ -78,7 +78,8 @@ pub(crate) fn look(index: usize, path: &Path, inode: OwnedFd) -> io::Result<Sour
     if FileType::from_raw_mode(stat.st_mode) != FileType::Socket {
         return Ok(Source::Other(inode));
     }
-    if let Listens::ForDatagrams = listens(&inode)? {
+    // After an error somebody may listen nevertheless. Then who connects hears of it.
+    if matches!(listens(&inode), Ok(Listens::ForDatagrams)) {
         return Ok(Source::Datagrams);
     }
     Ok(Source::Socket(HostSocket::of(index, path, inode, &stat)))
@@ -95,10 +96,15 @@ pub(crate) enum Listens {
 
 /// Finds out who is at a socket, which does not notice that: the kernel refuses to connect sockets of different types.
 pub(crate) fn listens(inode: &OwnedFd) -> io::Result<Listens> {
-    match UnixDatagram::unbound()?.connect(no_symlinks::proc_path(inode)) {
-        Ok(()) => Ok(Listens::ForDatagrams),
-        Err(error) if error.raw_os_error() == Some(Errno::EPROTOTYPE as i32) => Ok(Listens::ForStreams),
-        Err(_) => Ok(Listens::Nobody),
+    let Err(error) = UnixDatagram::unbound()?.connect(no_symlinks::proc_path(inode)) else {
+        return Ok(Listens::ForDatagrams);
+    };
+    match error.raw_os_error().map(Errno::from_raw) {
+        Some(Errno::EPROTOTYPE) => Ok(Listens::ForStreams),
+        Some(Errno::ECONNREFUSED) => Ok(Listens::Nobody),
+        // It is connected with somebody else.
+        Some(Errno::EPERM) => Ok(Listens::ForDatagrams),
+        _ => Err(error),
     }
 }
 

@@ -1,6 +1,6 @@
 //! The files of a container on the host, which the guest sees through the pod's share.
 
-use std::{fs, os::fd::OwnedFd, path::Path, sync::Arc};
+use std::{fs, path::Path, sync::Arc};
 
 use bulkhead_agent_api::MAX_HOST_SOCKETS;
 
@@ -57,21 +57,13 @@ pub(crate) fn prepare(
     made
 }
 
-/// Watches a directory in which services of the host may have sockets, which is at `place` in the share. It can be used
-/// without that.
-fn watch_sockets(bind: &BindMount, directory: &OwnedFd, place: &Path) -> Option<Arc<SocketDirectory>> {
+/// A directory that is at `place` in the share, if services of the host may have sockets in it.
+fn with_sockets(bind: &BindMount, state: &Path, place: &Path) -> Option<Arc<SocketDirectory>> {
     if bind.is_of_pod || !socket_directory::may_have_sockets(&bind.source) {
         return None;
     }
-    let watched = SocketDirectory::watch(&bind.source, directory, place.into());
-    let watched = watched.inspect_err(|error| {
-        tracing::warn!(
-            path = %bind.source.display(),
-            error = chain(error),
-            "containers do not reach services of the host in a directory"
-        );
-    });
-    watched.ok().map(Arc::new)
+    let (path, share) = (bind.source.clone(), state_dir::share_path(state));
+    Some(Arc::new(SocketDirectory { path, share, place: place.into() }))
 }
 
 fn mount_files(
@@ -102,13 +94,13 @@ fn mount_files(
                 }
                 Opened::Directory(directory) if is_member => {
                     let place = volumes.mount(state, &plan.id, bind, &directory)?;
-                    moved.directories.extend(watch_sockets(bind, &directory, Path::new(&place)));
+                    moved.directories.extend(with_sockets(bind, state, Path::new(&place)));
                     moved.volumes.push((bind.index, place));
                     continue;
                 }
                 Opened::Directory(opened) => {
                     let place = Path::new(&plan.id).join(MOUNTS).join(bind.index.to_string());
-                    moved.directories.extend(watch_sockets(bind, &opened, &place));
+                    moved.directories.extend(with_sockets(bind, state, &place));
                     opened
                 }
                 Opened::File(opened) => opened,

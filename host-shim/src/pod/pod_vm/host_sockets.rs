@@ -1,7 +1,7 @@
 //! Connects containers with services of the host whose sockets they mount. The agent has a socket of its own for each
 //! (`guest-agent/src/host_sockets.rs`). The guest names a socket by the index of a mount, never by a path.
 
-use std::{io, os::fd::AsFd, pin::pin, sync::Arc, time::Duration};
+use std::{future::pending, io, os::fd::AsFd, pin::pin, sync::Arc, time::Duration};
 
 use bulkhead_agent_api::{MAX_HOST_CONNECTIONS, relay};
 use tokio::{
@@ -17,10 +17,7 @@ use crate::{
     guest::agent::{AgentError, Peer},
     host::host_socket::HostSocket,
     process::running_guest::Guest,
-    types::{
-        error::chain,
-        log_limit::{LogLimit, Logged},
-    },
+    types::{error::chain, log_limit::SharedLogLimit},
     vm::vsock::GuestStream,
 };
 
@@ -34,6 +31,11 @@ const BEGUN_WINDOW: Duration = Duration::from_millis(100);
 /// Lines in a window of the log. Whoever may connect brings them about.
 const LOGGED: u32 = 10;
 const LOG_WINDOW: Duration = Duration::from_secs(600);
+
+/// The limit of lines about connections that have failed.
+pub(super) fn new_log() -> SharedLogLimit {
+    SharedLogLimit::new(LOGGED, LOG_WINDOW)
+}
 
 /// The right to have connections, which the containers of a pod share.
 #[derive(Debug, Clone)]
@@ -90,12 +92,13 @@ impl HostSockets {
         let serve = |socket: &Arc<HostSocket>| {
             let service = Service {
                 guest: guest.clone(),
-                id: id.into(),
+                id: Some(id.into()),
                 socket: Arc::clone(socket),
                 connections: connections.clone(),
                 in_directory: None,
+                log: new_log(),
             };
-            tokio::spawn(async move { service.run().await }).abort_handle()
+            tokio::spawn(async move { service.run(pending()).await }).abort_handle()
         };
         Self(sockets.iter().map(serve).collect())
     }
@@ -111,11 +114,12 @@ impl Drop for HostSockets {
 #[derive(Debug)]
 pub(super) struct Service {
     pub(super) guest: Guest,
-    /// Empty for all.
-    pub(super) id: String,
+    /// None for all.
+    pub(super) id: Option<String>,
     pub(super) socket: Arc<HostSocket>,
     pub(super) connections: Connections,
     pub(super) in_directory: Option<InDirectory>,
+    pub(super) log: SharedLogLimit,
 }
 
 /// What a service in a directory shares with others.
@@ -134,25 +138,33 @@ struct Accepted {
 }
 
 impl Service {
-    pub(super) async fn run(&self) {
+    /// Accepts nothing more after `closed`.
+    pub(super) async fn run(&self, closed: impl Future<Output = ()>) {
         tokio::select! {
-            () = self.accept() => {}
+            () = self.serve(closed) => {}
             _ = self.guest.vm.exited() => {}
         }
     }
 
-    /// Accepts until the guest has no such container or socket any more. Then those that are connected go on.
-    async fn accept(&self) {
+    async fn serve(&self, closed: impl Future<Output = ()>) {
         // They end with this function.
         let mut connections = JoinSet::new();
-        let mut log = LogLimit::new(LOGGED, LOG_WINDOW);
+        // A guest that never answers keeps nothing here.
+        unless(closed, self.accept(&mut connections)).await;
+        while let Some(ended) = connections.join_next().await {
+            self.ended(ended);
+        }
+    }
+
+    /// Accepts until the guest has no such container or socket any more. Those that are connected go on.
+    async fn accept(&self, connections: &mut JoinSet<io::Result<()>>) {
         // It is not given up when a connection ends: the agent may have accepted one already.
         let mut accepting = pin!(self.accept_after(Duration::ZERO));
         loop {
             let accepted = tokio::select! {
                 accepted = &mut accepting => accepted,
                 Some(ended) = connections.join_next() => {
-                    self.ended(ended, &mut log);
+                    self.ended(ended);
                     continue;
                 }
             };
@@ -163,22 +175,19 @@ impl Service {
                     accepting.set(self.accept_after(Duration::ZERO));
                 }
                 Err(AgentError::Refused { code: Code::NOT_FOUND, .. } | AgentError::Disconnected { .. }) => {
-                    break;
+                    return;
                 }
                 Err(error) => {
-                    self.log(&mut log, chain(&error));
+                    self.log(&chain(&error));
                     accepting.set(self.accept_after(ACCEPT_PAUSE));
                 }
             }
         }
-        while let Some(ended) = connections.join_next().await {
-            self.ended(ended, &mut log);
-        }
     }
 
-    fn ended(&self, connection: Result<io::Result<()>, JoinError>, log: &mut LogLimit) {
+    fn ended(&self, connection: Result<io::Result<()>, JoinError>) {
         if let Ok(Err(error)) = connection {
-            self.log(log, chain(&error));
+            self.log(&chain(&error));
             if let Some(InDirectory { failed, .. }) = &self.in_directory {
                 failed.notify_one();
             }
@@ -191,20 +200,29 @@ impl Service {
         let vsock = self.guest.vm.vsock();
         let stream_id = vsock.stream_ids(1);
         let stream = vsock.connect_stream(stream_id, relay::BUFFER).await?;
-        let peer = self.guest.agent.accept_host_socket(&self.id, self.socket.index, stream_id).await?;
+        let id = self.id.as_deref().unwrap_or_default();
+        let peer = self.guest.agent.accept_host_socket(id, self.socket.index, stream_id).await?;
         let permit = self.connections.begin().await;
         Ok(Accepted { stream, peer, _permit: permit })
     }
 
-    fn log(&self, log: &mut LogLimit, error: String) {
-        if log.count(Instant::now()) != Logged::No {
+    fn log(&self, error: &str) {
+        if self.log.allows() {
             tracing::warn!(
-                container = self.id,
+                container = self.id.as_deref(),
                 socket = %self.socket.path.display(),
                 error,
                 "a container does not reach a service of the host"
             );
         }
+    }
+}
+
+/// Waits for the end of `work`, or of `closed`. Both are dropped then.
+pub(super) async fn unless(closed: impl Future<Output = ()>, work: impl Future<Output = ()>) {
+    tokio::select! {
+        () = closed => {}
+        () = work => {}
     }
 }
 
