@@ -1,6 +1,6 @@
 //! Sockets of the host's services that a container mounts, and those in directories that it mounts
-//! ([`in_directories`]). virtio-fs carries no connections, so each is a listening socket of the guest, with the mode and
-//! the owner of the host's. The shim connects to the service.
+//! ([`in_directories`]). virtio-fs carries no connections, so each is a listening socket of the guest, with the mode
+//! and the owner of the host's. The shim connects to the service.
 
 pub mod in_directories;
 
