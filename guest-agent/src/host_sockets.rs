@@ -1,5 +1,8 @@
-//! Sockets of the host's services that a container mounts. virtio-fs carries no connections, so each is a listening
-//! socket of the guest, with the mode and the owner of the host's. The shim connects to the service.
+//! Sockets of the host's services that a container mounts, and those in directories that it mounts
+//! ([`in_directories`]). virtio-fs carries no connections, so each is a listening socket of the guest, with the mode
+//! and the owner of the host's. The shim connects to the service.
+
+pub mod in_directories;
 
 use std::{
     collections::BTreeMap,
@@ -105,26 +108,9 @@ impl HostSockets {
 
     /// Waits for the next connection to the socket of this index. None: there is no such socket.
     pub async fn accept(&self, index: u32) -> Option<(Client, Peer)> {
-        let listener = self.listeners.get(&index)?;
-        loop {
-            let accepted = listener.accept().await.and_then(|(stream, _)| Ok((stream.peer_cred()?, stream)));
-            match accepted {
-                Ok((cred, stream)) => {
-                    let peer = Peer { uid: cred.uid(), gid: cred.gid() };
-                    // It is never closed.
-                    let permit = CONNECTIONS.acquire().await.ok()?;
-                    return Some((Client { stream, permit }, peer));
-                }
-                Err(error) => {
-                    eprintln!("bulkhead-agent: accepting a connection to a service of the host: {error}");
-                    sleep(ACCEPT_PAUSE).await;
-                }
-            }
-        }
+        accept(self.listeners.get(&index)?).await
     }
-}
 
-impl HostSockets {
     /// Removes the names, so that another container of this id can have them.
     pub fn remove_names(&self) {
         let directory = self.directory.lock().unwrap_or_else(PoisonError::into_inner).take();
@@ -139,6 +125,24 @@ impl HostSockets {
 impl Drop for HostSockets {
     fn drop(&mut self) {
         self.remove_names();
+    }
+}
+
+async fn accept(listener: &UnixListener) -> Option<(Client, Peer)> {
+    loop {
+        let accepted = listener.accept().await.and_then(|(stream, _)| Ok((stream.peer_cred()?, stream)));
+        match accepted {
+            Ok((cred, stream)) => {
+                let peer = Peer { uid: cred.uid(), gid: cred.gid() };
+                // It is never closed.
+                let permit = CONNECTIONS.acquire().await.ok()?;
+                return Some((Client { stream, permit }, peer));
+            }
+            Err(error) => {
+                eprintln!("bulkhead-agent: accepting a connection to a service of the host: {error}");
+                sleep(ACCEPT_PAUSE).await;
+            }
+        }
     }
 }
 

@@ -4,7 +4,15 @@
 //! A test that runs the agent on a machine that is not a guest provides its own [`Machine`]. It also gives the agent a
 //! default [`crate::guest_reserve::Reserve`], which changes no sysctls.
 
-use std::{fs, io, os::unix::fs::MetadataExt, path::Path, time::Duration};
+use std::{
+    fs, io,
+    os::unix::{fs::MetadataExt, net::UnixListener},
+    path::Path,
+    time::Duration,
+};
+
+use bulkhead_agent_api::SHARE_DIR;
+use bulkhead_vmm_api::SharedSocket;
 
 use nix::{
     mount::{MsFlags, mount},
@@ -15,6 +23,8 @@ use nix::{
     time::{ClockId, clock_settime},
     unistd::sync,
 };
+
+use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 
 use crate::{
     apparmor,
@@ -52,6 +62,9 @@ pub trait Machine: Send + Sync {
 
     /// Forgets such a device, see [`Disks::remove`].
     fn remove_disk(&self, serial: &str) -> io::Result<()>;
+
+    /// Listens at the inode of a socket of the host that is at `path` in the share. `NotFound`: it is not there.
+    fn listen_at(&self, path: &Path, socket: &SharedSocket) -> io::Result<UnixListener>;
 
     /// Writes back all dirty data.
     fn write_back(&self);
@@ -103,6 +116,13 @@ impl Machine for GuestMachine {
 
     fn remove_disk(&self, serial: &str) -> io::Result<()> {
         self.disks.remove(serial)
+    }
+
+    fn listen_at(&self, path: &Path, socket: &SharedSocket) -> io::Result<UnixListener> {
+        // The VMM answers for files that were looked up. The guest may have cached what was there a moment ago.
+        let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::STATX_FORCE_SYNC;
+        statx(CWD, path, flags, StatxFlags::TYPE)?;
+        UnixListener::bind(Path::new(SHARE_DIR).join(socket.name()))
     }
 
     fn write_back(&self) {

@@ -1,5 +1,6 @@
 //! The pod: what the guest is told about itself, and its containers.
 
+mod directory_sockets;
 mod volume_files;
 mod volumes;
 
@@ -27,7 +28,7 @@ use crate::{
     clock::Correction,
     container::{Container, ContainerError, Environment, ExecRequest, Joined, Request},
     disks::FileSystem,
-    host_sockets::Peer,
+    host_sockets::{Peer, in_directories::DirectorySockets},
     machine::Machine,
     network::loopback::Port,
     shutdown, spec, syscall,
@@ -90,6 +91,9 @@ pub enum SandboxError {
         /// The kernel's answer.
         source: io::Error,
     },
+    /// The agent does not listen there.
+    #[error("there is no socket of the host with the number {0}")]
+    NoHostSocket(u32),
     /// About one container.
     #[error(transparent)]
     Container(#[from] ContainerError),
@@ -125,6 +129,7 @@ pub struct Sandbox {
     /// The bytes that volumes take whose files the agent has written. Locked by who writes some, in the order in which
     /// the shim has asked.
     written: Arc<tokio::sync::Mutex<HashMap<String, u64>>>,
+    directory_sockets: DirectorySockets,
 }
 
 #[derive(Default)]
@@ -144,7 +149,13 @@ enum Slot {
 impl Sandbox {
     /// A pod without containers that waits for [`Sandbox::start`].
     pub fn new(environment: Environment, machine: impl Machine + 'static) -> Self {
-        Self { environment, machine: Arc::new(machine), state: Mutex::default(), written: Arc::default() }
+        Self {
+            environment,
+            machine: Arc::new(machine),
+            state: Mutex::default(),
+            written: Arc::default(),
+            directory_sockets: DirectorySockets::default(),
+        }
     }
 
     /// Gives the guest its identity, its clock, its entropy and the pod's share. Returns `uname -r`.

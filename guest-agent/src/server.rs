@@ -1,25 +1,26 @@
 //! The ttrpc service of `agent.proto`: requests in, errors out, nothing else.
 
-use std::{future::Future, sync::Arc};
+use std::{ffi::OsString, future::Future, os::unix::ffi::OsStringExt, sync::Arc};
 
 use async_trait::async_trait;
 use bulkhead_agent_api::{
     MAX_ERROR, MAX_PIDS,
     agent::{
         self, AcceptHostSocketRequest, AcceptHostSocketResponse, AdjustClockRequest, ChangeNetworkRequest,
-        ChangeRoutingRequest, ConfigureNetworkRequest, ConnectLoopbackRequest, CreateContainerRequest,
-        CreateContainerResponse, DeleteContainerRequest, DiskRequest, Empty, ExecProcessRequest,
-        ExecProcessResponse, FindDiskRequest, FindDiskResponse, FollowMemoryRequest, ListPidsRequest,
-        ListPidsResponse, LoadAppArmorPolicyRequest, MakeVolumeRequest, MountDiskRequest, OomCounts,
-        PauseContainerRequest, ReadClockResponse, RemoveNetworkRequest, ResizeTerminalRequest,
-        ResumeContainerRequest, ServeNameServerRequest, SetProcessorsRequest, SetProcessorsResponse,
-        SignalProcessRequest, StartContainerRequest, StartSandboxRequest, StartSandboxResponse, StatsRequest,
-        StatsResponse, Stdio, UndoUpdateRequest, UpdateContainerRequest, VolumeEntry as VolumeEntryMessage,
-        WaitMemoryDemandRequest, WaitOomRequest, WaitProcessRequest, WaitProcessResponse, WriteVolumeRequest,
-        volume_entry,
+        ChangeRoutingRequest, CloseHostSocketRequest, ConfigureNetworkRequest, ConnectLoopbackRequest,
+        CreateContainerRequest, CreateContainerResponse, DeleteContainerRequest, DiskRequest, Empty,
+        ExecProcessRequest, ExecProcessResponse, FindDiskRequest, FindDiskResponse, FollowMemoryRequest,
+        ListPidsRequest, ListPidsResponse, ListenHostSocketRequest, LoadAppArmorPolicyRequest,
+        MakeVolumeRequest, MountDiskRequest, OomCounts, PauseContainerRequest, ReadClockResponse,
+        RemoveNetworkRequest, ResizeTerminalRequest, ResumeContainerRequest, ServeNameServerRequest,
+        SetProcessorsRequest, SetProcessorsResponse, SignalProcessRequest, StartContainerRequest,
+        StartSandboxRequest, StartSandboxResponse, StatsRequest, StatsResponse, Stdio, UndoUpdateRequest,
+        UpdateContainerRequest, VolumeEntry as VolumeEntryMessage, WaitMemoryDemandRequest, WaitOomRequest,
+        WaitProcessRequest, WaitProcessResponse, WriteVolumeRequest, volume_entry,
     },
     agent_ttrpc::Agent,
 };
+use bulkhead_vmm_api::SharedSocket;
 use ttrpc::{Code, r#async::TtrpcContext};
 
 use crate::{
@@ -28,7 +29,7 @@ use crate::{
     container::{self, ContainerError, ExecRequest, Request, StreamIds},
     disks::FileSystem,
     guest_reserve::HugePagesError,
-    host_sockets::{HostSocket, Peer},
+    host_sockets::{HostSocket, Peer, in_directories::DirectorySocket},
     network::{Change, Interface, NetworkError, loopback::Port},
     sandbox::{Identity, Sandbox, SandboxError, Volume, VolumeEntry, VolumeEntryKind},
     spec::SpecError,
@@ -213,13 +214,40 @@ impl Agent for Service {
         Ok(Empty::new())
     }
 
+    async fn listen_host_socket(
+        &self,
+        _: &TtrpcContext,
+        request: ListenHostSocketRequest,
+    ) -> ttrpc::Result<Empty> {
+        let ListenHostSocketRequest { index, path, major, minor, inode, .. } = request;
+        let path = OsString::from_vec(path).into();
+        let socket = DirectorySocket { index, path, socket: SharedSocket { major, minor, inode } };
+        // At once: a CloseHostSocket that comes later finds it.
+        self.sandbox.begin_host_socket(index).map_err(status)?;
+        let listen = move |sandbox: Arc<Sandbox>| async move { sandbox.listen_host_socket(socket).await };
+        self.to_its_end(listen).await?;
+        Ok(Empty::new())
+    }
+
+    async fn close_host_socket(
+        &self,
+        _: &TtrpcContext,
+        request: CloseHostSocketRequest,
+    ) -> ttrpc::Result<Empty> {
+        self.sandbox.close_host_socket(request.index);
+        Ok(Empty::new())
+    }
+
     async fn accept_host_socket(
         &self,
         _: &TtrpcContext,
         request: AcceptHostSocketRequest,
     ) -> ttrpc::Result<AcceptHostSocketResponse> {
         let AcceptHostSocketRequest { container_id, index, stream, .. } = request;
-        let accepted = self.sandbox.accept_host_socket(&container_id, index, stream).await;
+        let accepted = match container_id.is_empty() {
+            true => self.sandbox.accept_in_directory(index, stream).await,
+            false => self.sandbox.accept_host_socket(&container_id, index, stream).await,
+        };
         let Peer { uid, gid } = accepted.map_err(status)?;
         Ok(AcceptHostSocketResponse { uid, gid, ..Default::default() })
     }
@@ -434,7 +462,7 @@ fn status(error: SandboxError) -> ttrpc::Error {
         SandboxError::Entropy(_) => Code::INVALID_ARGUMENT,
         SandboxError::NoDisk(_) => Code::NOT_FOUND,
         SandboxError::Io { .. } => Code::INTERNAL,
-        SandboxError::NoContainer(_) => Code::NOT_FOUND,
+        SandboxError::NoContainer(_) | SandboxError::NoHostSocket(_) => Code::NOT_FOUND,
         SandboxError::Exists(_) => Code::ALREADY_EXISTS,
         SandboxError::Superseded => Code::ABORTED,
         SandboxError::Container(error) => container_code(error),

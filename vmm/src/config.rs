@@ -124,7 +124,7 @@ mod tests {
 
     use super::*;
 
-    const GOOD: &str = r#"{"api_version":12,"kernel":"k","initramfs":"i","vcpus":1,"memory_mib":256,
+    const GOOD: &str = r#"{"api_version":13,"kernel":"k","initramfs":"i","vcpus":1,"memory_mib":256,
         "max_memory_mib":1024,
         "control":"c.sock","vsock":"v.sock",
         "shares":[{"tag":"share","dir":"share"}],
@@ -155,7 +155,7 @@ mod tests {
     #[test]
     fn what_is_wrong_is_named() {
         let cases = [
-            ("\"api_version\":12", "\"api_version\":1", "api_version: the configuration has 1"),
+            ("\"api_version\":13", "\"api_version\":1", "api_version: the configuration has 1"),
             ("\"vcpus\":1", "\"vcpus\":0", "vcpus: 0 is not in 1..=32"),
             ("\"vcpus\":1", "\"vcpus\":33", "vcpus: 33"),
             ("256", "63", "memory_mib: 63"),

@@ -109,8 +109,8 @@ pub fn disable_counters(kvm: &Kvm, vm: &VmFd) -> Result<(), kvm_ioctls::Error> {
     vm.enable_cap(&kvm_enable_cap { cap: KVM_CAP_PMU_CAPABILITY, args, ..Default::default() })
 }
 
-/// Maps `len` bytes of guest memory from `address` on, as if the vCPU had read each page (KVM_PRE_FAULT_MEMORY). Both are
-/// multiples of a page. An error on hosts before Linux 6.11, and with shadow page tables.
+/// Maps `len` bytes of guest memory from `address` on, as if the vCPU had read each page (KVM_PRE_FAULT_MEMORY). Both
+/// are multiples of a page. An error on hosts before Linux 6.11, and with shadow page tables.
 #[allow(unsafe_code)]
 pub fn map_pages(vcpu: &VcpuFd, address: u64, len: u64) -> io::Result<()> {
     let mut range = kvm_pre_fault_memory { gpa: address, size: len, ..Default::default() };

@@ -10,7 +10,7 @@ pub mod nftables;
 pub mod relay;
 
 /// Version of this interface, checked by `StartSandbox` and by the ready message (see [`READY_PORT`]).
-pub const API_VERSION: u32 = 16;
+pub const API_VERSION: u32 = 17;
 
 /// vsock port on which the agent serves ttrpc.
 pub const RPC_PORT: u32 = 1024;
@@ -84,6 +84,9 @@ pub const HOST_SOCKETS_DIR: &str = "/run/bulkhead/sockets";
 
 /// Sockets of the host's services that one container can mount.
 pub const MAX_HOST_SOCKETS: usize = 64;
+
+/// Sockets of the host's services in the directories that the containers of a pod mount.
+pub const MAX_DIRECTORY_SOCKETS: usize = 64;
 
 /// Connections to services of the host at one time, of all containers of a pod. The next one waits for the end of one.
 pub const MAX_HOST_CONNECTIONS: usize = 128;

@@ -19,7 +19,7 @@ use std::{
     error::Error,
     fs,
     io::{self, Write},
-    os::unix::net::UnixListener as StdUnixListener,
+    os::unix::{fs::MetadataExt, net::UnixListener as StdUnixListener},
     path::{Path, PathBuf},
     process::ExitCode,
     sync::Arc,
@@ -43,11 +43,11 @@ use bulkhead_agent::{
     streams::StreamTable,
 };
 use bulkhead_agent_api::{API_VERSION, READY_PORT, RPC_PORT, STREAM_PORT, agent_ttrpc::create_agent};
-use bulkhead_vmm_api::{ShareConfig, VmConfig};
+use bulkhead_vmm_api::{ShareConfig, SharedSocket, VmConfig};
 use nix::{
     mount::{MsFlags, mount},
     sched::{CloneFlags, unshare},
-    sys::stat::{Mode, umask},
+    sys::stat::{Mode, major, minor, umask},
 };
 use tokio::{
     io::{AsyncBufReadExt, AsyncWriteExt, BufReader},
@@ -192,6 +192,25 @@ impl Machine for TestMachine {
 
     fn remove_disk(&self, _: &str) -> io::Result<()> {
         Ok(())
+    }
+
+    /// The kernel is the host's, whose own services listen at the sockets of the share. So this one is beside them, in
+    /// the directory `guest`.
+    fn listen_at(&self, path: &Path, socket: &SharedSocket) -> io::Result<StdUnixListener> {
+        let found = fs::symlink_metadata(path)?;
+        let numbers = (u64::from(socket.major), u64::from(socket.minor), socket.inode);
+        let (Some(directory), Some(name)) = (path.parent(), path.file_name()) else {
+            return Err(io::ErrorKind::InvalidInput.into());
+        };
+        if (major(found.dev()), minor(found.dev()), found.ino()) != numbers {
+            return Err(io::ErrorKind::NotFound.into());
+        }
+        let place = directory.join("guest").join(name);
+        match fs::remove_file(&place) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+        StdUnixListener::bind(place)
     }
 
     /// The files of the share are the machine's own.

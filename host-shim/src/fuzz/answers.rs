@@ -1,11 +1,15 @@
 //! The agent's service, by a guest that answers anything at any time: frames, messages in them, and what the shim
 //! makes of those.
 
-use std::{path::PathBuf, time::Duration};
+use std::{
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use anyhow::{Context, Result, ensure};
 use bulkhead_agent_api::{MAX_PIDS, agent as messages};
 use bulkhead_fuzz::input::Input;
+use bulkhead_vmm_api::SharedSocket;
 use protobuf::{EnumOrUnknown, Message};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt, DuplexStream, WriteHalf, duplex, split},
@@ -164,7 +168,7 @@ fn stats(input: &mut Input<'_>) -> messages::StatsResponse {
 
 /// One of the shim's calls, and what must hold of what comes back.
 async fn call(agent: Agent, which: u8) -> Result<()> {
-    let result = match which % 31 {
+    let result = match which % 33 {
         0 => {
             agent.start_sandbox(ID, "host", HostSettings::default()).await.map(|release| check_text(&release))
         }
@@ -232,6 +236,11 @@ async fn rest(agent: Agent, which: u8) -> Result<(), AgentError> {
         27 => agent.unmount_disk("root-1").await,
         28 => agent.undo_update_without_deadline(ID, 1).await,
         29 => agent.change_routing(ID, messages::ChangeRoutingRequest::new()).await,
+        30 => {
+            let socket = SharedSocket { major: 8, minor: 1, inode: 2 };
+            agent.listen_host_socket(1, Path::new("volume/socket"), &socket).await
+        }
+        31 => agent.close_host_socket(1).await,
         _ => agent.shutdown(LATER / 2).await,
     }
 }

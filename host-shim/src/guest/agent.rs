@@ -11,11 +11,14 @@ use std::{
     fs::File,
     io::{self, Read},
     net::SocketAddr,
+    os::unix::ffi::OsStrExt,
+    path::Path,
     sync::Arc,
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
 use bulkhead_agent_api::{API_VERSION, MAX_PIDS, RPC_PORT, agent, agent_ttrpc::AgentClient};
+use bulkhead_vmm_api::SharedSocket;
 use tokio::io::{AsyncRead, AsyncWrite};
 use ttrpc::{
     r#async::{Client, transport::Socket},
@@ -264,8 +267,34 @@ impl Agent {
             .map(drop)
     }
 
+    /// Listens at a socket of the host that is at this place in the share.
+    pub(crate) async fn listen_host_socket(
+        &self,
+        index: u32,
+        place: &Path,
+        socket: &SharedSocket,
+    ) -> Result<(), AgentError> {
+        let mut request = agent::ListenHostSocketRequest::new();
+        request.index = index;
+        request.path = place.as_os_str().as_bytes().into();
+        (request.major, request.minor, request.inode) = (socket.major, socket.minor, socket.inode);
+        call("ListenHostSocket", QUICK, |context| self.client.listen_host_socket(context, &request))
+            .await
+            .map(drop)
+    }
+
+    /// Listens there no more.
+    pub(crate) async fn close_host_socket(&self, index: u32) -> Result<(), AgentError> {
+        let mut request = agent::CloseHostSocketRequest::new();
+        request.index = index;
+        call("CloseHostSocket", QUICK, |context| self.client.close_host_socket(context, &request))
+            .await
+            .map(drop)
+    }
+
     /// Waits until a process of the container connects to the socket of the host that is mounted at this index, for as
-    /// long as it takes. The agent forwards the connection on the stream.
+    /// long as it takes. An empty id stands for the pod, and the index for that of [`Self::listen_host_socket`]. The
+    /// agent forwards the connection on the stream.
     pub(crate) async fn accept_host_socket(
         &self,
         id: &str,

@@ -19,7 +19,7 @@ use nix::{
     sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket},
 };
 use rustix::{
-    fs::{FileType, fstat},
+    fs::{FileType, Stat, fstat},
     process::{Gid, Uid},
     thread::{
         CapabilitySet, capabilities, set_capabilities, set_thread_groups, set_thread_res_gid,
@@ -49,7 +49,7 @@ const PROFILE: [&str; 2] = ["/proc/thread-self/attr/apparmor/current", "/proc/th
 /// The socket of a service.
 #[derive(Debug)]
 pub(crate) struct HostSocket {
-    /// The index of its mount in the spec.
+    /// The index of its mount in the spec, or the number of a socket in a directory.
     pub(crate) index: usize,
     /// Where it was, for messages.
     pub(crate) path: PathBuf,
@@ -78,23 +78,44 @@ pub(crate) fn look(index: usize, path: &Path, inode: OwnedFd) -> io::Result<Sour
     if FileType::from_raw_mode(stat.st_mode) != FileType::Socket {
         return Ok(Source::Other(inode));
     }
-    // The kernel refuses to connect sockets of different types.
-    if UnixDatagram::unbound()?.connect(no_symlinks::proc_path(&inode)).is_ok() {
+    // After an error somebody may listen nevertheless. Then who connects hears of it.
+    if matches!(listens(&inode), Ok(Listens::ForDatagrams)) {
         return Ok(Source::Datagrams);
     }
-    let mode = stat.st_mode & 0o7777;
-    Ok(Source::Socket(HostSocket {
-        index,
-        path: path.into(),
-        mode,
-        uid: stat.st_uid,
-        gid: stat.st_gid,
-        inode,
-        profile: None,
-    }))
+    Ok(Source::Socket(HostSocket::of(index, path, inode, &stat)))
+}
+
+/// Whether somebody is at a socket.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Listens {
+    ForDatagrams,
+    /// Or for packets (SOCK_SEQPACKET).
+    ForStreams,
+    Nobody,
+}
+
+/// Finds out who is at a socket, which does not notice that: the kernel refuses to connect sockets of different types.
+pub(crate) fn listens(inode: &OwnedFd) -> io::Result<Listens> {
+    let Err(error) = UnixDatagram::unbound()?.connect(no_symlinks::proc_path(inode)) else {
+        return Ok(Listens::ForDatagrams);
+    };
+    match error.raw_os_error().map(Errno::from_raw) {
+        Some(Errno::EPROTOTYPE) => Ok(Listens::ForStreams),
+        Some(Errno::ECONNREFUSED) => Ok(Listens::Nobody),
+        // It is connected with somebody else.
+        Some(Errno::EPERM) => Ok(Listens::ForDatagrams),
+        _ => Err(error),
+    }
 }
 
 impl HostSocket {
+    /// The socket of this number, whose inode has these attributes.
+    pub(crate) fn of(index: usize, path: &Path, inode: OwnedFd, stat: &Stat) -> Self {
+        let mode = stat.st_mode & 0o7777;
+        let (uid, gid) = (stat.st_uid, stat.st_gid);
+        Self { index, path: path.into(), mode, uid, gid, inode, profile: None }
+    }
+
     /// The same for a container that this profile confines.
     pub(crate) fn confined_by(self, profile: Option<&str>) -> Self {
         Self { profile: profile.map(str::to_owned), ..self }
@@ -103,12 +124,22 @@ impl HostSocket {
     /// Connects to the service as this user and group, which the service is told of (SO_PEERCRED of unix(7)), and which
     /// must be allowed to write to the socket.
     pub(crate) async fn connect(&self, uid: u32, gid: u32) -> io::Result<UnixStream> {
+        self.connect_confined(uid, gid, self.profile.as_deref()).await
+    }
+
+    /// The same with this AppArmor profile.
+    pub(crate) async fn connect_confined(
+        &self,
+        uid: u32,
+        gid: u32,
+        profile: Option<&str>,
+    ) -> io::Result<UnixStream> {
         if uid == NO_ID || gid == NO_ID {
             return Err(io::Error::new(ErrorKind::InvalidInput, "the guest names no user or group"));
         }
         let deadline = Instant::now() + CONNECT;
         loop {
-            let (inode, profile) = (self.inode.try_clone()?, self.profile.clone());
+            let (inode, profile) = (self.inode.try_clone()?, profile.map(str::to_owned));
             // A thread of its own, since it stays that user, with that profile.
             let connected = blocking::run(move || connect_as(&inode, uid, gid, profile.as_deref()), drop);
             let connected = timeout_at(deadline, connected).await?.map_err(io::Error::other)?;

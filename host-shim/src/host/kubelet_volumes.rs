@@ -11,29 +11,20 @@ pub(crate) use contents::{Contents, Entry, Kind};
 use std::{
     collections::BTreeMap,
     ffi::OsStr,
-    io::{self, ErrorKind},
+    io,
     os::fd::OwnedFd,
     path::{Component, Path, PathBuf},
     sync::{Arc, Mutex},
-    thread,
-    time::Duration,
 };
 
 use rustix::{
-    fs::{
-        CWD, FileType, fstat,
-        inotify::{self, CreateFlags, WatchFlags},
-        major, minor,
-    },
+    fs::{CWD, FileType, fstat, inotify::WatchFlags, major, minor},
     io::Errno,
-    mount::{MountPropagationFlags, OpenTreeFlags, mount_change, open_tree},
-    process::Uid,
-    thread::set_thread_res_uid,
+    mount::{OpenTreeFlags, open_tree},
 };
-use tokio::{net::unix::pipe, time::sleep};
 
 use crate::{
-    host::{blocking, no_symlinks},
+    host::directory_watch::{self, Changes, Watch},
     types::lock::lock,
 };
 
@@ -52,15 +43,6 @@ pub(crate) const MOST: u64 = 3 << 20;
 const MOST_OF_POD: u64 = 16 << 20;
 /// How many volumes of a pod can have a copy.
 const MOST_VOLUMES: usize = 64;
-
-/// From here on users are nobody's: systemd keeps no range there.
-const NOBODYS: u32 = 1 << 31;
-
-/// After the first event of a change, the others of it come within this time.
-const SETTLES: Duration = Duration::from_millis(100);
-
-/// How often events are read for one change. Somebody may cause them without end.
-const MOST_READS: u32 = 64;
 
 /// Why a volume cannot be copied.
 #[derive(Debug, thiserror::Error)]
@@ -96,8 +78,7 @@ pub(crate) struct KubeletVolume {
     pub(crate) path: PathBuf,
     /// A mount of the directory that is attached nowhere: it does not keep kubelet from unmounting its own.
     directory: OwnedFd,
-    /// Of inotify.
-    watch: OwnedFd,
+    watch: Watch,
 }
 
 /// The volume of kubelet that this source of a bind mount is, and what its copy would take. None: it is something else.
@@ -112,24 +93,19 @@ pub(crate) fn find(
     let failed = |errno: Errno| VolumeError::Read { name: source.into(), source: errno.into() };
     let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
     let directory = open_tree(CWD, source, flags).map_err(failed)?;
-    keep_apart(&directory)
+    directory_watch::keep_apart(&directory)
         .map_err(|errno| VolumeError::Private { name: source.into(), source: errno.into() })?;
     let stat = fstat(&directory).map_err(failed)?;
     if FileType::from_raw_mode(stat.st_mode) != FileType::Directory {
         return Ok(None);
     }
     let name = format!("kubelet-{}-{}-{}", major(stat.st_dev), minor(stat.st_dev), stat.st_ino);
-    let watch = watch(&directory).map_err(VolumeError::Watch)?;
+    // A change of the owner or the mode may come after that of the link.
+    let events = WatchFlags::MOVED_TO | WatchFlags::CREATE | WatchFlags::DELETE | WatchFlags::ATTRIB;
+    let watch = Watch::new(&directory, events).map_err(VolumeError::Watch)?;
     let volume = KubeletVolume { name, path: source.into(), directory, watch };
     let size = volume.read()?.size;
     Ok(Some((volume, size)))
-}
-
-/// Makes the mount private. A copy of a shared mount is a peer of it, and any process of the host may come to have a
-/// mount that is the slave of this peer (rslave, `HostToContainer`). Linux 6.12 passes nothing on to the slaves of a
-/// mount that is attached nowhere: they would see no later mount of the host as long as the volume is watched.
-fn keep_apart(directory: &OwnedFd) -> Result<(), Errno> {
-    mount_change(no_symlinks::proc_path(directory), MountPropagationFlags::PRIVATE)
 }
 
 /// Whether this is where kubelet has a whole volume of the pod: `pods/UID/volumes/KIND/NAME`. Parts of volumes
@@ -142,24 +118,6 @@ fn is_volume(path: &Path, pod_uid: Option<&str>) -> bool {
         && pod_uid.is_none_or(|uid| name_of(3) == Some(OsStr::new(uid)))
 }
 
-/// Watches what becomes of the names in a directory.
-fn watch(directory: &OwnedFd) -> io::Result<OwnedFd> {
-    // The kernel counts watchers for the user who makes them, and allows 128 by default. kubelet needs those of root to
-    // follow logs. So each shim is another user here.
-    let user = Uid::from_raw(NOBODYS | std::process::id());
-    let make = move || {
-        set_thread_res_uid(None, user, None)?;
-        inotify::init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK)
-    };
-    // The thread stays that user.
-    let thread = thread::Builder::new().stack_size(blocking::STACK).spawn(make)?;
-    let watch = thread.join().map_err(|_| io::Error::other("the thread ended with a panic"))??;
-    // A change of the owner or the mode may come after that of the link.
-    let events = WatchFlags::MOVED_TO | WatchFlags::CREATE | WatchFlags::DELETE | WatchFlags::ATTRIB;
-    inotify::add_watch(&watch, no_symlinks::proc_path(directory), events | WatchFlags::ONLYDIR)?;
-    Ok(watch)
-}
-
 impl KubeletVolume {
     /// Reads what is in it. Blocks.
     pub(crate) fn read(&self) -> Result<Contents, VolumeError> {
@@ -168,32 +126,7 @@ impl KubeletVolume {
 
     /// Its changes from now on, and those since it was found.
     pub(crate) fn changes(&self) -> io::Result<Changes> {
-        // It is no pipe, but is waited for and read like one.
-        Ok(Changes(pipe::Receiver::from_owned_fd_unchecked(self.watch.try_clone()?)?))
-    }
-}
-
-/// The changes of a volume.
-#[derive(Debug)]
-pub(crate) struct Changes(pipe::Receiver);
-
-impl Changes {
-    /// Waits for a change, and then so long until kubelet has done the rest of it.
-    pub(crate) async fn next(&mut self) -> io::Result<()> {
-        self.0.readable().await?;
-        sleep(SETTLES).await;
-        // Nobody needs to know which changes they are: the volume is read as a whole. If there are more events, the
-        // next change has come already.
-        let mut events = [0; 4096];
-        for _ in 0..MOST_READS {
-            match self.0.try_read(&mut events) {
-                Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
-                Ok(_) => {}
-                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
-                Err(error) => return Err(error),
-            }
-        }
-        Ok(())
+        self.watch.changes()
     }
 }
 

@@ -34,7 +34,7 @@ use crate::{
         devices::{Disk, Numbers},
         guest_spec::{MovedSources, with_disks, with_moved_sources, with_root},
         huge_pages,
-        pod_vm::{FollowedVolume, HostSockets, PodVm},
+        pod_vm::{FollowedVolume, HostSockets, MountedDirectories, PodVm},
     },
     process::{
         error::TaskError,
@@ -101,6 +101,8 @@ pub(crate) struct Container {
     watcher: Mutex<Option<AbortHandle>>,
     /// Until it is deleted.
     host_sockets: Mutex<Option<HostSockets>>,
+    /// Until then.
+    directories: Mutex<Option<MountedDirectories>>,
     /// Until then its volumes that kubelet keeps up to date are followed.
     volumes: Mutex<Vec<Arc<FollowedVolume>>>,
     /// Block devices of the host, with their numbers in the guest.
@@ -121,6 +123,7 @@ struct Ready {
     placeholder: Option<PlaceholderProcess>,
     stdio: OpenStdio,
     volumes: Vec<Arc<FollowedVolume>>,
+    directories: Option<MountedDirectories>,
     disks: Vec<(Disk, Numbers)>,
 }
 
@@ -168,7 +171,7 @@ impl Container {
             Role::Single | Role::Sandbox => None,
         };
         let pid = placeholder.as_ref().map_or(guest.vm.pid(), PlaceholderProcess::pid);
-        let mut volumes = Vec::new();
+        let (mut volumes, mut directories) = (Vec::new(), None);
         let created = async {
             plan.hooks.creating(pid).await?;
             let StdioPlan { stdin, stdout, stderr } = &plan.stdio;
@@ -196,6 +199,8 @@ impl Container {
             for volume in &plan.copied {
                 volumes.push(pod.volume_copies.follow(guest, volume).await?);
             }
+            let profile = plan.apparmor.as_ref().map(|policy| &*policy.profile);
+            directories = pod.socket_directories.follow(guest, &moved_sources.directories, profile).await;
             if let Some(policy) = &plan.apparmor {
                 guest.profiles.load(&guest.agent, policy).await?;
             }
@@ -214,7 +219,7 @@ impl Container {
             Ok((stdio?, disks))
         };
         let (stdio, disks) = guest.run(created).await?;
-        let ready = Ready { placeholder, stdio, volumes, disks };
+        let ready = Ready { placeholder, stdio, volumes, directories, disks };
         Ok(Self::assemble(creation, plan, environment, ready).await)
     }
 
@@ -222,7 +227,7 @@ impl Container {
         creation: CreateRequest,
         plan: &CreatePlan,
         Environment { pod, guest, events, moved_sources }: Environment,
-        Ready { placeholder, stdio, volumes, disks }: Ready,
+        Ready { placeholder, stdio, volumes, directories, disks }: Ready,
     ) -> Arc<Self> {
         let pid = placeholder.as_ref().map_or(guest.vm.pid(), PlaceholderProcess::pid);
         pod.register_pid(&plan.id, pid);
@@ -250,6 +255,7 @@ impl Container {
             cancelled: watch::Sender::new(false),
             watcher: Mutex::default(),
             host_sockets: Mutex::new(Some(host_sockets)),
+            directories: Mutex::new(directories),
             volumes: Mutex::new(volumes),
             disks,
         });
@@ -458,6 +464,7 @@ impl Container {
 
     fn stop_serving(&self) {
         lock(&self.host_sockets).take();
+        lock(&self.directories).take();
         lock(&self.volumes).clear();
     }
 

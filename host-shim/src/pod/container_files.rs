@@ -8,9 +8,11 @@ use crate::{
     host::{
         journal::{Effect, Journal},
         pod_volumes::PodVolumes,
-        rootfs::{Opened, RootfsError, bind_opened, give_to_root, mount_rootfs, open_source},
+        rootfs::{BindMount, Opened, RootfsError, bind_opened, give_to_root, mount_rootfs, open_source},
         sandbox_files::SandboxFiles,
-        share, state_dir,
+        share,
+        socket_directory::{self, SocketDirectory},
+        state_dir,
     },
     pod::{
         container_role::Role,
@@ -20,6 +22,9 @@ use crate::{
     process::error::TaskError,
     types::{error::chain, id_mappings::IdMappings},
 };
+
+/// The directory of a container's bind mounts in the share.
+const MOUNTS: &str = "mounts";
 
 /// Puts the container's files into the share of the pod whose state directory is `state`. Each step is in the
 /// container's journal, or is one of the pod's volumes, and is undone after an error. Blocks.
@@ -52,6 +57,15 @@ pub(crate) fn prepare(
     made
 }
 
+/// A directory that is at `place` in the share, if services of the host may have sockets in it.
+fn with_sockets(bind: &BindMount, state: &Path, place: &Path) -> Option<Arc<SocketDirectory>> {
+    if bind.is_of_pod || !socket_directory::may_have_sockets(&bind.source) {
+        return None;
+    }
+    let (path, share) = (bind.source.clone(), state_dir::share_path(state));
+    Some(Arc::new(SocketDirectory { path, share, place: place.into() }))
+}
+
 fn mount_files(
     journal: &mut Journal,
     state: &Path,
@@ -67,7 +81,7 @@ fn mount_files(
         if let Some(seen) = plan.root_ids.as_ref().and_then(IdMappings::root) {
             give_to_root(&root, seen)?;
         }
-        let mounts = own.join("mounts");
+        let mounts = own.join(MOUNTS);
         fs::create_dir(&mounts).map_err(|source| RootfsError::Share { path: mounts.clone(), source })?;
         let profile = plan.apparmor.as_ref().map(|policy| policy.profile.as_str());
         for bind in &plan.binds {
@@ -80,10 +94,16 @@ fn mount_files(
                 }
                 Opened::Directory(directory) if is_member => {
                     let place = volumes.mount(state, &plan.id, bind, &directory)?;
+                    moved.directories.extend(with_sockets(bind, state, Path::new(&place)));
                     moved.volumes.push((bind.index, place));
                     continue;
                 }
-                Opened::Directory(opened) | Opened::File(opened) => opened,
+                Opened::Directory(opened) => {
+                    let place = Path::new(&plan.id).join(MOUNTS).join(bind.index.to_string());
+                    moved.directories.extend(with_sockets(bind, state, &place));
+                    opened
+                }
+                Opened::File(opened) => opened,
             };
             bind_opened(bind, &opened, &mounts.join(bind.index.to_string()))?;
         }

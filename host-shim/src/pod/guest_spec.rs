@@ -6,7 +6,7 @@ use std::{borrow::Cow, sync::Arc};
 use bulkhead_agent_api::{HOST_SOCKETS_DIR, SHARE_DIR};
 
 use crate::{
-    host::host_socket::HostSocket,
+    host::{host_socket::HostSocket, socket_directory::SocketDirectory},
     pod::devices::{self, Disk, Numbers},
     types::spec::edit_json,
 };
@@ -18,6 +18,8 @@ pub(crate) struct MovedSources {
     pub(crate) sockets: Vec<Arc<HostSocket>>,
     /// Volumes that are the pod's: the index of the mount in the spec, and the path below the share.
     pub(crate) volumes: Vec<(usize, String)>,
+    /// Directories in which services of the host may have sockets. These sources stay.
+    pub(crate) directories: Vec<Arc<SocketDirectory>>,
 }
 
 /// The spec for the guest, with these sources.

@@ -11,6 +11,7 @@ mod network;
 mod oom_score;
 mod port_forward;
 mod single_container_limits;
+mod socket_directories;
 mod starts;
 mod volume_copies;
 
@@ -20,6 +21,8 @@ use host_resources::{HostRequest, HostResources};
 pub(crate) use host_sockets::{Connections, HostSockets};
 pub(crate) use memory_size::MemoryLimits;
 use port_forward::PortForward;
+pub(crate) use socket_directories::Mounted as MountedDirectories;
+use socket_directories::SocketDirectories;
 use starts::Starts;
 pub(crate) use volume_copies::{Followed as FollowedVolume, VolumeCopies};
 
@@ -104,6 +107,7 @@ pub(crate) struct PodVm {
     pub(crate) pending: PendingOperations,
     /// Those of its containers to services of the host.
     pub(crate) host_connections: Connections,
+    pub(crate) socket_directories: SocketDirectories,
     disks: Disks,
     pub(crate) volume_copies: VolumeCopies,
     /// Directories of the host that its containers have in common.
@@ -151,12 +155,14 @@ struct Registered {
 impl PodVm {
     /// A pod that has nothing yet.
     pub(crate) fn new(settings: Settings, events: EventLog) -> Self {
+        let host_connections = Connections::default();
         Self {
             settings,
             host: Default::default(),
             running: Mutex::default(),
             pending: PendingOperations::default(),
-            host_connections: Connections::default(),
+            socket_directories: SocketDirectories::new(&host_connections),
+            host_connections,
             disks: Disks::default(),
             volume_copies: VolumeCopies::default(),
             pod_volumes: Arc::default(),

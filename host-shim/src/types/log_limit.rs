@@ -1,9 +1,14 @@
 //! Limits how often something is logged. What a guest or a broken host brings about again and again must not fill the
 //! host's disk.
 
-use std::time::Duration;
+use std::{
+    sync::{Arc, Mutex},
+    time::Duration,
+};
 
 use tokio::time::Instant;
+
+use crate::types::lock::lock;
 
 /// Lines of one kind.
 #[derive(Debug)]
@@ -47,6 +52,22 @@ impl LogLimit {
         }
         self.logged += 1;
         if self.logged == self.most { Logged::Last } else { Logged::Yes }
+    }
+}
+
+/// Lines of one kind that several tasks log. Clones are the same limit.
+#[derive(Debug, Clone)]
+pub(crate) struct SharedLogLimit(Arc<Mutex<LogLimit>>);
+
+impl SharedLogLimit {
+    /// At most `most` lines in each `window`, see [`LogLimit::new`].
+    pub(crate) fn new(most: u32, window: Duration) -> Self {
+        Self(Arc::new(Mutex::new(LogLimit::new(most, window))))
+    }
+
+    /// Counts a line, and returns whether to log it.
+    pub(crate) fn allows(&self) -> bool {
+        lock(&self.0).count(Instant::now()) != Logged::No
     }
 }
 

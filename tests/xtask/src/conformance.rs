@@ -128,9 +128,12 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "the shim forwards streams of bytes (docs/resources.md, Sockets of the host's services)",
     ),
     (
-        "sockets in a directory of the host that a container mounts: not refused, but a connection is (ECONNREFUSED), \
-         from inside to the host's sockets, and from the host to a container's",
-        "virtio-fs carries no connections; a mount can name the socket itself",
+        "sockets in a directory of the host that a container mounts: a connection from inside reaches those of streams \
+         in the directory itself, also after the service has made its socket anew. The mount is not refused. A \
+         connection fails with ECONNREFUSED if it goes to a socket in a directory below or to one of datagrams, or \
+         from the host or another pod (each container of docker is one) to a container's",
+        "virtio-fs carries no connections; the shim looks for sockets in the directory that is mounted \
+         (docs/resources.md, Sockets of the host's services)",
     ),
     (
         "inotify events of what the host changes in a volume: not refused, but there are none; ConfigMap, Secret, \

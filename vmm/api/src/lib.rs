@@ -9,15 +9,17 @@ use std::{collections::BTreeMap, path::PathBuf};
 use serde::{Deserialize, Serialize};
 
 pub use shape::{Part, PartError, Shape};
+pub use shared_socket::SharedSocket;
 pub use working_set::{LONGEST_WORKING_SET, Run, WORKING_SET_FILE, WorkingSet};
 
 mod shape;
+mod shared_socket;
 #[allow(unsafe_code)]
 pub mod tap;
 mod working_set;
 
 /// Version of this interface. A VMM refuses a configuration of any other version.
-pub const API_VERSION: u32 = 12;
+pub const API_VERSION: u32 = 13;
 
 /// The first port of the host that the VMM assigns to connections by [`VmConfig::vsock`] that name no source port.
 pub const FIRST_HOST_PORT: u32 = 1 << 30;
@@ -275,7 +277,7 @@ mod tests {
 
     #[test]
     fn a_configuration_says_no_more_than_it_must() {
-        let text = r#"{"api_version":12,"kernel":"k","initramfs":"i","vcpus":1,"memory_mib":256,
+        let text = r#"{"api_version":13,"kernel":"k","initramfs":"i","vcpus":1,"memory_mib":256,
             "control":"control.sock","vsock":"vsock.sock"}"#;
         let config: VmConfig = serde_json::from_str(text).unwrap();
         assert_eq!((&config.console, &config.netns), (&None, &None));

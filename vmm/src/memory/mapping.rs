@@ -90,8 +90,8 @@ pub fn use_small_pages(piece: &VolatileSlice<'_>) {
     unsafe { libc::madvise(piece.ptr_guard_mut().as_ptr().cast(), piece.len(), libc::MADV_NOHUGEPAGE) };
 }
 
-/// Gives this process pages of its own in `piece`, as if it had written to each (MADV_POPULATE_WRITE). The contents stay
-/// the same. An error on hosts before Linux 5.14.
+/// Gives this process pages of its own in `piece`, as if it had written to each (MADV_POPULATE_WRITE). The contents
+/// stay the same. An error on hosts before Linux 5.14.
 #[allow(unsafe_code)]
 pub fn populate_for_writing(piece: &VolatileSlice<'_>) -> io::Result<()> {
     let start = piece.ptr_guard_mut().as_ptr().cast();

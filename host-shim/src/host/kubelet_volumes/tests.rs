@@ -9,7 +9,11 @@ use nix::{
     sys::stat::Mode,
     unistd::mkfifo,
 };
-use rustix::fs::{XattrFlags, setxattr};
+use rustix::fs::{
+    XattrFlags,
+    inotify::{self, CreateFlags},
+    setxattr,
+};
 use tokio::time::timeout;
 
 use super::*;

@@ -1,25 +1,23 @@
 //! Connects containers with services of the host whose sockets they mount. The agent has a socket of its own for each
 //! (`guest-agent/src/host_sockets.rs`). The guest names a socket by the index of a mount, never by a path.
 
-use std::{io, os::fd::AsFd, pin::pin, sync::Arc, time::Duration};
+use std::{future::pending, io, os::fd::AsFd, pin::pin, sync::Arc, time::Duration};
 
 use bulkhead_agent_api::{MAX_HOST_CONNECTIONS, relay};
 use tokio::{
     io::AsyncWriteExt,
-    sync::{Mutex, OwnedSemaphorePermit, Semaphore},
-    task::{AbortHandle, JoinSet},
+    sync::{Mutex, Notify, OwnedSemaphorePermit, Semaphore},
+    task::{AbortHandle, JoinError, JoinSet},
     time::{Instant, sleep, sleep_until},
 };
 use ttrpc::Code;
 
+use super::socket_directories::Profiles;
 use crate::{
     guest::agent::{AgentError, Peer},
     host::host_socket::HostSocket,
     process::running_guest::Guest,
-    types::{
-        error::chain,
-        log_limit::{LogLimit, Logged},
-    },
+    types::{error::chain, log_limit::SharedLogLimit},
     vm::vsock::GuestStream,
 };
 
@@ -33,6 +31,11 @@ const BEGUN_WINDOW: Duration = Duration::from_millis(100);
 /// Lines in a window of the log. Whoever may connect brings them about.
 const LOGGED: u32 = 10;
 const LOG_WINDOW: Duration = Duration::from_secs(600);
+
+/// The limit of lines about connections that have failed.
+pub(super) fn new_log() -> SharedLogLimit {
+    SharedLogLimit::new(LOGGED, LOG_WINDOW)
+}
 
 /// The right to have connections, which the containers of a pod share.
 #[derive(Debug, Clone)]
@@ -89,11 +92,13 @@ impl HostSockets {
         let serve = |socket: &Arc<HostSocket>| {
             let service = Service {
                 guest: guest.clone(),
-                id: id.into(),
+                id: Some(id.into()),
                 socket: Arc::clone(socket),
                 connections: connections.clone(),
+                in_directory: None,
+                log: new_log(),
             };
-            tokio::spawn(async move { service.run().await }).abort_handle()
+            tokio::spawn(async move { service.run(pending()).await }).abort_handle()
         };
         Self(sockets.iter().map(serve).collect())
     }
@@ -105,13 +110,24 @@ impl Drop for HostSockets {
     }
 }
 
-/// A service of the host, for one container.
+/// A service of the host, for one container, or for all of a pod that find it in a directory.
 #[derive(Debug)]
-struct Service {
-    guest: Guest,
-    id: String,
-    socket: Arc<HostSocket>,
-    connections: Connections,
+pub(super) struct Service {
+    pub(super) guest: Guest,
+    /// None for all.
+    pub(super) id: Option<String>,
+    pub(super) socket: Arc<HostSocket>,
+    pub(super) connections: Connections,
+    pub(super) in_directory: Option<InDirectory>,
+    pub(super) log: SharedLogLimit,
+}
+
+/// What a service in a directory shares with others.
+#[derive(Debug, Clone)]
+pub(super) struct InDirectory {
+    pub(super) profiles: Arc<Profiles>,
+    /// Hears of connections that have failed.
+    pub(super) failed: Arc<Notify>,
 }
 
 /// A connection of a container that the agent has accepted.
@@ -122,42 +138,58 @@ struct Accepted {
 }
 
 impl Service {
-    async fn run(&self) {
+    /// Accepts nothing more after `closed`.
+    pub(super) async fn run(&self, closed: impl Future<Output = ()>) {
         tokio::select! {
-            () = self.accept() => {}
+            () = self.serve(closed) => {}
             _ = self.guest.vm.exited() => {}
         }
     }
 
-    /// Accepts until the guest has no such container any more.
-    async fn accept(&self) {
+    async fn serve(&self, closed: impl Future<Output = ()>) {
         // They end with this function.
         let mut connections = JoinSet::new();
-        let mut log = LogLimit::new(LOGGED, LOG_WINDOW);
+        // A guest that never answers keeps nothing here.
+        unless(closed, self.accept(&mut connections)).await;
+        while let Some(ended) = connections.join_next().await {
+            self.ended(ended);
+        }
+    }
+
+    /// Accepts until the guest has no such container or socket any more. Those that are connected go on.
+    async fn accept(&self, connections: &mut JoinSet<io::Result<()>>) {
         // It is not given up when a connection ends: the agent may have accepted one already.
         let mut accepting = pin!(self.accept_after(Duration::ZERO));
         loop {
             let accepted = tokio::select! {
                 accepted = &mut accepting => accepted,
                 Some(ended) = connections.join_next() => {
-                    if let Ok(Err(error)) = ended {
-                        self.log(&mut log, chain(&error));
-                    }
+                    self.ended(ended);
                     continue;
                 }
             };
             match accepted {
                 Ok(accepted) => {
-                    connections.spawn(forward(Arc::clone(&self.socket), accepted));
+                    let connected = forward(Arc::clone(&self.socket), self.in_directory.clone(), accepted);
+                    connections.spawn(connected);
                     accepting.set(self.accept_after(Duration::ZERO));
                 }
                 Err(AgentError::Refused { code: Code::NOT_FOUND, .. } | AgentError::Disconnected { .. }) => {
                     return;
                 }
                 Err(error) => {
-                    self.log(&mut log, chain(&error));
+                    self.log(&chain(&error));
                     accepting.set(self.accept_after(ACCEPT_PAUSE));
                 }
+            }
+        }
+    }
+
+    fn ended(&self, connection: Result<io::Result<()>, JoinError>) {
+        if let Ok(Err(error)) = connection {
+            self.log(&chain(&error));
+            if let Some(InDirectory { failed, .. }) = &self.in_directory {
+                failed.notify_one();
             }
         }
     }
@@ -168,15 +200,16 @@ impl Service {
         let vsock = self.guest.vm.vsock();
         let stream_id = vsock.stream_ids(1);
         let stream = vsock.connect_stream(stream_id, relay::BUFFER).await?;
-        let peer = self.guest.agent.accept_host_socket(&self.id, self.socket.index, stream_id).await?;
+        let id = self.id.as_deref().unwrap_or_default();
+        let peer = self.guest.agent.accept_host_socket(id, self.socket.index, stream_id).await?;
         let permit = self.connections.begin().await;
         Ok(Accepted { stream, peer, _permit: permit })
     }
 
-    fn log(&self, log: &mut LogLimit, error: String) {
-        if log.count(Instant::now()) != Logged::No {
+    fn log(&self, error: &str) {
+        if self.log.allows() {
             tracing::warn!(
-                container = self.id,
+                container = self.id.as_deref(),
                 socket = %self.socket.path.display(),
                 error,
                 "a container does not reach a service of the host"
@@ -185,12 +218,29 @@ impl Service {
     }
 }
 
+/// Waits for the end of `work`, or of `closed`. Both are dropped then.
+pub(super) async fn unless(closed: impl Future<Output = ()>, work: impl Future<Output = ()>) {
+    tokio::select! {
+        () = closed => {}
+        () = work => {}
+    }
+}
+
 /// Connects to the service and copies both ways until they have ended. An error is that of the connecting. The end of
 /// the stream tells the agent.
-async fn forward(socket: Arc<HostSocket>, accepted: Accepted) -> io::Result<()> {
+async fn forward(
+    socket: Arc<HostSocket>,
+    in_directory: Option<InDirectory>,
+    accepted: Accepted,
+) -> io::Result<()> {
     let Accepted { mut stream, peer, _permit } = accepted;
-    let service = socket.connect(peer.uid, peer.gid).await?;
-    drop(socket);
+    let service = match &in_directory {
+        Some(InDirectory { profiles, .. }) => {
+            socket.connect_confined(peer.uid, peer.gid, profiles.common()?.as_deref()).await?
+        }
+        None => socket.connect(peer.uid, peer.gid).await?,
+    };
+    drop((socket, in_directory));
     let ends = [stream.get_ref().as_fd(), service.as_fd()].map(|end| end.try_clone_to_owned());
     let [guest, host] = ends;
     let (guest, host) = (guest?, host?);

@@ -4,7 +4,7 @@ use std::fs::{self, Permissions};
 use std::io::{Read, Write};
 use std::os::unix::fs::{PermissionsExt, chown};
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::thread;
 
 use anyhow::{Context, Result};
@@ -17,12 +17,16 @@ use crate::command::Finished;
 use crate::ctr::{Host, Task};
 use crate::docker::Client;
 use crate::fixtures::scratch;
+use crate::pods::{Container, Pod};
 
 pub(super) const CASES: &[Case] = &[
     Case::both("a_service_of_the_host_is_used_through_its_socket", service),
     Case::both("a_container_in_a_user_namespace_has_the_socket", user_namespace),
     Case::both("the_socket_of_a_service_that_has_ended_leads_nowhere", ended),
     Case::both("docker_is_used_from_a_container_through_its_socket", docker),
+    Case::both("a_service_is_used_through_its_directory", directory),
+    Case::both("a_service_that_restarts_is_found_again", restart),
+    Case::both("containers_of_a_pod_find_a_service_until_the_last_ends", pod),
     Case::bulkhead("a_socket_of_datagrams_is_refused_by_name", datagrams),
 ];
 
@@ -67,6 +71,24 @@ try:
 except (ConnectionRefusedError, ConnectionResetError, BrokenPipeError):
     answer = b''
 print('answer=' + (answer.decode() or 'none'))
+";
+
+/// Connects again until there is an answer, and prints it.
+const PATIENT_CLIENT: &str = "
+import socket, time
+deadline, answer = time.monotonic() + 60, b''
+while not answer and time.monotonic() < deadline:
+    client = socket.socket(socket.AF_UNIX)
+    try:
+        client.connect('/srv/service.sock')
+        client.sendall(b'question')
+        client.shutdown(socket.SHUT_WR)
+        answer = client.recv(100)
+    except (FileNotFoundError, ConnectionRefusedError, ConnectionResetError, BrokenPipeError):
+        pass
+    client.close()
+    time.sleep(0.05)
+print('answer=' + answer.decode())
 ";
 
 /// A service of the host.
@@ -163,6 +185,63 @@ fn ended(host: &Host) -> Result<()> {
     python(&task, "0:0", ONE_CLIENT)?.succeeds()?.says("answer", "none")?;
     UnixStream::connect(service.path()).context("the new service does not serve")?;
     Ok(())
+}
+
+/// A container that has the directory of the socket.
+fn start_with_directory<'h>(host: &'h Host, copy: &HostCopy, service: &Service) -> Result<Task<'h>> {
+    fs::set_permissions(service.directory.path(), Permissions::from_mode(0o755))?;
+    let container = copy.as_root_of(host.container()).bind(service.directory.path(), "/srv", "rbind:ro");
+    container.detach(&["sleep", "1000"])
+}
+
+fn directory(host: &Host) -> Result<()> {
+    let (service, copy) = (Service::new()?, root()?);
+    service.serve(8)?;
+    let task = start_with_directory(host, &copy, &service)?;
+    python(&task, "99:99", ONE_CLIENT)?.fails_with("PermissionError")?;
+    let finished = python(&task, "1234:77", EIGHT_CLIENTS)?;
+    let answers = ["300000:true:1234:77"; 8].join(" ");
+    finished.succeeds()?.says("socket", "140620 1234:5678")?.says("answers", &answers)?;
+    Ok(())
+}
+
+fn restart(host: &Host) -> Result<()> {
+    let (service, copy) = (Service::new()?, root()?);
+    let task = start_with_directory(host, &copy, &service)?;
+    // It begins after the container, and then it begins anew.
+    for user in ["0:0", "1234:77"] {
+        service.serve(1)?;
+        python(&task, user, PATIENT_CLIENT)?.succeeds()?.says("answer", &format!("8:false:{user}"))?;
+        fs::remove_file(service.path())?;
+    }
+    Ok(())
+}
+
+fn pod(host: &Host) -> Result<()> {
+    let service = Service::new()?;
+    fs::set_permissions(service.directory.path(), Permissions::from_mode(0o755))?;
+    service.serve(2)?;
+    let pod = Pod::start(host)?;
+    let start = |name: &str| {
+        let mut container = pod.container().named(name, 0).mount_read_only(service.directory.path(), "/srv");
+        for (source, destination) in [("/usr", "/usr"), ("/usr/lib", "/lib"), ("/usr/lib64", "/lib64")] {
+            container = container.mount_read_only(Path::new(source), destination);
+        }
+        container.start(&["sleep", "1000"])
+    };
+    let ask = |container: &Container<'_>, script: &str| {
+        container.exec(&["/usr/bin/python3", "-c", script])?.succeeds()?.says("answer", "8:false:0:0")?;
+        anyhow::Ok(())
+    };
+    let (first, second) = (start("first")?, start("second")?);
+    ask(&first, ONE_CLIENT)?;
+    first.stop(0)?;
+    first.remove()?;
+    ask(&second, ONE_CLIENT)?;
+    fs::remove_file(service.path())?;
+    service.serve(1)?;
+    ask(&second, PATIENT_CLIENT)?;
+    pod.remove()
 }
 
 fn docker(host: &Host) -> Result<()> {

@@ -1,7 +1,8 @@
 //! Creates, removes and renames files.
 
-use std::{ffi::CStr, os::fd::OwnedFd};
+use std::{ffi::CStr, os::fd::OwnedFd, time::Duration};
 
+use bulkhead_vmm_api::SharedSocket;
 use rustix::{
     fs::{
         AtFlags, CWD, FileType, Mode, OFlags, RenameFlags, linkat, makedev, mkdirat, mknodat, openat,
@@ -11,7 +12,7 @@ use rustix::{
 };
 
 use super::{
-    abi::{Body, OPEN_KEEP_CACHE, OPEN_KILL_SUIDGID, Result, decode_dev},
+    abi::{Body, OPEN_KEEP_CACHE, OPEN_KILL_SUIDGID, ROOT, Result, decode_dev},
     caller::Caller,
     file_server::{Answer, Request, Server, done},
     file_stat::{path_of, stat_at},
@@ -60,11 +61,32 @@ impl Server {
         let (mode, dev, mask) = (args.u32()?, args.u32()?, args.u32()?);
         args.skip(4)?;
         let name = args.name()?;
+        let kind = FileType::from_raw_mode(mode);
+        if kind == FileType::Socket
+            && request.header.node == ROOT
+            && !self.shared.is_exclusive
+            && let Some(socket) = SharedSocket::named(name.to_bytes())
+        {
+            return self.name_again(&socket);
+        }
         let (major, minor) = decode_dev(dev);
         self.make(&request, name, mask, |dir| {
-            let (kind, mode) = (FileType::from_raw_mode(mode), Mode::from_raw_mode(mode));
-            mknodat(dir, name, kind, mode, makedev(major, minor))
+            mknodat(dir, name, kind, Mode::from_raw_mode(mode), makedev(major, minor))
         })
+    }
+
+    /// `fuse_entry_out` of a socket that the guest knows (see [`SharedSocket`]). The guest may not cache the name, so
+    /// it forgets it when nobody listens there any more.
+    fn name_again(&mut self, socket: &SharedSocket) -> Result<Answer> {
+        let node = self.tables().nodes.listened(socket)?;
+        match self.stat_node(node) {
+            Ok(stat) => Ok(self.entry_cached(node, &stat, Duration::ZERO).into()),
+            Err(error) => {
+                self.tables().nodes.forget(node, 1);
+                // It was there when the guest looked it up.
+                Err(if error == Errno::STALE { Errno::NOENT } else { error })
+            }
+        }
     }
 
     /// `fuse_mkdir_in`.

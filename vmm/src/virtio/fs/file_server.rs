@@ -8,6 +8,7 @@ use std::{
     ops::{Deref, DerefMut},
     os::fd::OwnedFd,
     sync::{Arc, Mutex, MutexGuard, atomic::AtomicBool},
+    time::Duration,
 };
 
 use nix::sys::resource::{Resource, getrlimit};
@@ -478,10 +479,14 @@ impl Server {
 
     /// `fuse_entry_out` of a node.
     pub(super) fn entry(&mut self, node: u64, stat: &Statx) -> Body {
+        let name = self.tables().nodes.name_cached_for(node, stat);
+        self.entry_cached(node, stat, name)
+    }
+
+    /// `fuse_entry_out` of a node, whose name the guest may cache for this long.
+    pub(super) fn entry_cached(&mut self, node: u64, stat: &Statx, name: Duration) -> Body {
         // All nodes have the same generation, because a node ID is never used again.
-        let mut tables = self.tables();
-        let (name, attributes) = (tables.nodes.name_cached_for(node, stat), tables.nodes.cached_for(node));
-        drop(tables);
+        let attributes = self.tables().nodes.cached_for(node);
         let generation = self.shared.generation.into();
         let body = Body::default().u64(node).u64(generation).u64(name.as_secs()).u64(attributes.as_secs());
         self.attributes(body.zeros(8), node, stat)

@@ -1,5 +1,6 @@
 //! The identity of a file.
 
+use bulkhead_vmm_api::SharedSocket;
 use rustix::fs::{FileType, Statx};
 
 use super::file_stat::FileStat;
@@ -22,11 +23,20 @@ impl Id {
         let mount = if is_socket_or_fifo(kind_of(stat)) { 0 } else { stat.stx_mnt_id };
         Self { device: device_of(stat), inode: stat.stx_ino, mount, target_hash: stat.target_hash }
     }
+
+    /// That of a socket.
+    pub(super) fn of_socket(socket: &SharedSocket) -> Self {
+        Self { device: device(socket.major, socket.minor), inode: socket.inode, mount: 0, target_hash: 0 }
+    }
 }
 
 /// The number of the file system that a file is on.
 pub(super) fn device_of(stat: &Statx) -> u64 {
-    u64::from(stat.stx_dev_major) << 32 | u64::from(stat.stx_dev_minor)
+    device(stat.stx_dev_major, stat.stx_dev_minor)
+}
+
+fn device(major: u32, minor: u32) -> u64 {
+    u64::from(major) << 32 | u64::from(minor)
 }
 
 /// Whether processes of the guest communicate by files of this kind: sockets and FIFOs. Each container of a pod mounts

@@ -27,7 +27,7 @@ use vmm_sys_util::{
 };
 
 use super::{
-    abi::{Args, Header, IN_HEADER, WRITE_FLAGS, WRITE_IN, opcode},
+    abi::{Args, Header, IN_HEADER, ROOT, WRITE_FLAGS, WRITE_IN, opcode},
     file_server::{Server, Shared},
 };
 use crate::{
@@ -360,6 +360,8 @@ impl RequestQueues {
         let mut work = self.read(index, parked.clone(), size)?;
         work.demand.file_system = work.header.and_then(|header| match header.opcode {
             opcode::SYNCFS => ALL,
+            // The second name of a socket (`SharedSocket`) leads to any file system.
+            opcode::MKNOD if header.node == ROOT => ALL,
             _ => shared.tables().nodes.device(header.node),
         });
         let mut load = lock(&self.load);
@@ -544,23 +546,27 @@ mod tests {
         assert!(load.admits(sync_of(3), 8));
     }
 
+    /// The demand of a request that a guest makes.
+    fn demand(opcode: u32, node: u64, flags: i32) -> Demand {
+        let memory = crate::memory::lay_out(&[(0, 0x1_0000)], 0).unwrap();
+        let mut bytes = vec![0; IN_HEADER + WRITE_IN];
+        bytes[4..8].copy_from_slice(&opcode.to_ne_bytes());
+        bytes[16..24].copy_from_slice(&node.to_ne_bytes());
+        bytes[IN_HEADER + 32..IN_HEADER + 36].copy_from_slice(&flags.to_ne_bytes());
+        memory.write_slice(&bytes, GuestAddress(0x8000)).unwrap();
+        let mock = MockSplitQueue::new(&memory, 16);
+        let chain = [RawDescriptor::from(Descriptor::new(0x8000, bytes.len() as u32, 0, 0))];
+        mock.build_desc_chain(&chain).unwrap();
+        let queue = ActiveQueue { queue: mock.create_queue().unwrap(), kick: EventFd::new(0).unwrap() };
+        let queues = RequestQueues::new(memory.clone(), vec![queue], 8, unmounted());
+        let shared = shared();
+        let Taken::Work(work) = queues.take(0, &shared).unwrap() else { panic!("it is parked") };
+        work.demand
+    }
+
     #[test]
     fn a_request_that_waits_for_the_disk_is_known_by_its_header_and_its_flags() {
-        let memory = crate::memory::lay_out(&[(0, 0x1_0000)], 0).unwrap();
-        let writes = |opcode: u32, flags: i32| {
-            let mut bytes = vec![0; IN_HEADER + WRITE_IN];
-            bytes[4..8].copy_from_slice(&opcode.to_ne_bytes());
-            bytes[IN_HEADER + 32..IN_HEADER + 36].copy_from_slice(&flags.to_ne_bytes());
-            memory.write_slice(&bytes, GuestAddress(0x8000)).unwrap();
-            let mock = MockSplitQueue::new(&memory, 16);
-            let chain = [RawDescriptor::from(Descriptor::new(0x8000, bytes.len() as u32, 0, 0))];
-            mock.build_desc_chain(&chain).unwrap();
-            let queue = ActiveQueue { queue: mock.create_queue().unwrap(), kick: EventFd::new(0).unwrap() };
-            let queues = RequestQueues::new(memory.clone(), vec![queue], 8, unmounted());
-            let shared = shared();
-            let Taken::Work(work) = queues.take(0, &shared).unwrap() else { panic!("it is parked") };
-            work.demand.writes_to_disk
-        };
+        let writes = |opcode: u32, flags: i32| demand(opcode, 0, flags).writes_to_disk;
         let syncs = [opcode::FSYNC, opcode::FSYNCDIR, opcode::FLUSH];
         assert!(syncs.into_iter().all(|opcode| writes(opcode, 0)));
         let to_disk = [opcode::FALLOCATE, opcode::COPY_FILE_RANGE];
@@ -568,6 +574,13 @@ mod tests {
         assert!(writes(opcode::WRITE, libc::O_SYNC) && writes(opcode::WRITE, libc::O_WRONLY | libc::O_DSYNC));
         assert!(!writes(opcode::WRITE, libc::O_WRONLY | libc::O_APPEND));
         assert!(!writes(opcode::READ, libc::O_SYNC) && !writes(opcode::SYNCFS, 0));
+    }
+
+    #[test]
+    fn the_second_name_of_a_socket_is_a_request_to_any_file_system() {
+        assert_eq!(demand(opcode::MKNOD, ROOT, 0).file_system, ALL);
+        assert_ne!(demand(opcode::MKNOD, ROOT + 1, 0).file_system, ALL);
+        assert_ne!(demand(opcode::MKDIR, ROOT, 0).file_system, ALL);
     }
 
     #[test]

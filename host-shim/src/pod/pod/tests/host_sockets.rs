@@ -1,6 +1,6 @@
 //! A container that mounts the socket of a service of the host.
 
-use std::os::unix::net::UnixDatagram;
+use std::{ops::RangeFrom, os::unix::net::UnixDatagram};
 
 use tokio::net::UnixStream;
 
@@ -11,12 +11,15 @@ use super::*;
 const ASK: &str = r#"
     use IO::Socket::UNIX;
     $SIG{PIPE} = "IGNORE";
-    my $service = IO::Socket::UNIX->new(Peer => "/srv/service") or exit 98;
+    my $service = IO::Socket::UNIX->new(Peer => $ARGV[0]) or exit 98;
     $service->print("question");
     $service->shutdown(1);
     my $answer = join "", <$service>;
     exit($answer eq "" ? 99 : $answer);
 "#;
+
+/// Where the guest of these tests has the socket `service` of a directory that is mounted at /srv.
+const IN_DIRECTORY: &str = "/srv/guest/service";
 
 impl Story {
     /// A container that runs and has the socket at /srv/service.
@@ -28,16 +31,40 @@ impl Story {
     }
 
     fn mount_socket(&self, path: &Path) {
+        self.mount(path, "/srv/service");
+    }
+
+    fn mount(&self, path: &Path, destination: &str) {
         self.change_spec(|spec| {
-            let socket =
-                json!({"destination": "/srv/service", "type": "bind", "source": path, "options": ["rbind"]});
-            spec["mounts"].as_array_mut().unwrap().push(socket);
+            let mount =
+                json!({"destination": destination, "type": "bind", "source": path, "options": ["rbind"]});
+            spec["mounts"].as_array_mut().unwrap().push(mount);
         });
+    }
+
+    /// Asks the service in a mounted directory until it hears that, and returns by which process.
+    async fn ask_until_heard(&self, listener: &UnixListener, ids: RangeFrom<u32>) -> (String, UnixStream) {
+        let asked = async {
+            for id in ids {
+                let id = id.to_string();
+                self.ask_at(&id, IN_DIRECTORY).await;
+                tokio::select! {
+                    client = heard(listener) => return (id, client),
+                    _ = self.answer(&id) => {}
+                }
+            }
+            panic!("there are no more numbers");
+        };
+        timeout(WAIT, asked).await.unwrap()
     }
 
     /// Begins to ask.
     async fn ask(&self, id: &str) {
-        self.own().execs.add(exec(id, &["perl", "-e", ASK])).unwrap();
+        self.ask_at(id, "/srv/service").await;
+    }
+
+    async fn ask_at(&self, id: &str, socket: &str) {
+        self.own().execs.add(exec(id, &["perl", "-e", ASK, socket])).unwrap();
         self.own().execs.start(id).await.unwrap();
     }
 
@@ -86,6 +113,44 @@ async fn several_clients_at_once_reach_the_service_until_it_ends() {
     let _other = UnixListener::bind(&path).unwrap();
     story.ask("4").await;
     assert_eq!(story.answer("4").await, 99);
+    story.delete_running().await;
+}
+
+#[tokio::test]
+async fn a_service_in_a_directory_is_found_again_after_it_was_started_again() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::create_dir(dir.path().join("guest")).unwrap();
+    let path = dir.path().join("service");
+    let listener = UnixListener::bind(&path).unwrap();
+    let story = Story::begin(&["sleep", "1000"]).await;
+    story.mount(dir.path(), "/srv");
+    story.create_and_start().await;
+    story.ask_at("1", IN_DIRECTORY).await;
+    let mut first = heard(&listener).await;
+
+    drop(listener);
+    fs::remove_file(&path).unwrap();
+    let listener = UnixListener::bind(&path).unwrap();
+    let (second, mut client) = story.ask_until_heard(&listener, 10..).await;
+    client.write_all(b"7").await.unwrap();
+    drop(client);
+    assert_eq!(story.answer(&second).await, 7);
+    // Who was connected to the old one still is.
+    first.write_all(b"8").await.unwrap();
+    drop(first);
+    assert_eq!(story.answer("1").await, 8);
+
+    // It ends, and its socket stays. Who tries to connect brings that to light.
+    drop(listener);
+    let refused = async {
+        for id in 1000.. {
+            story.ask_at(&id.to_string(), IN_DIRECTORY).await;
+            if story.answer(&id.to_string()).await == 98 {
+                break;
+            }
+        }
+    };
+    timeout(WAIT, refused).await.unwrap();
     story.delete_running().await;
 }
 

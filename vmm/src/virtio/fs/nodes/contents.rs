@@ -6,7 +6,8 @@
 
 use std::{mem, os::fd::OwnedFd, sync::Arc};
 
-use rustix::io::Errno;
+use bulkhead_vmm_api::SharedSocket;
+use rustix::{fs::FileType, io::Errno};
 
 use super::Nodes;
 use crate::virtio::fs::{
@@ -40,6 +41,18 @@ impl Nodes {
         // the file.
         let written = self.files.get(number_of(number, true));
         Ok(if writes { written } else { written.or_else(|| self.files.get(number_of(number, false))) })
+    }
+
+    /// Returns the node of a socket that the guest knows, and counts a lookup of it. The node counts as open until the
+    /// guest forgets it, because a process listens there.
+    pub(in crate::virtio::fs) fn listened(&mut self, socket: &SharedSocket) -> Result<u64> {
+        let number = *self.by_id.get(&Id::of_socket(socket)).ok_or(Errno::NOENT)?;
+        if self.node(number)?.kind != FileType::Socket {
+            return Err(Errno::NOENT);
+        }
+        self.use_contents(number, false)?;
+        self.node(number)?.lookups += 1;
+        Ok(number)
     }
 
     /// Decides whether the guest may cache the name of a node that it is told now, and returns that. If there are many

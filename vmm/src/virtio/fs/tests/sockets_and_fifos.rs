@@ -6,6 +6,52 @@ use nix::mount::{MntFlags, umount2};
 
 use super::*;
 
+/// MKNOD of a socket.
+fn bind(guest: &mut Guest, name: &str) -> Result<u64, i32> {
+    let mut body = Vec::new();
+    for word in [libc::S_IFSOCK | 0o755, 0, 0, 0] {
+        body.extend(word.to_le_bytes());
+    }
+    body.extend(format!("{name}\0").as_bytes());
+    guest.ask(opcode::MKNOD, ROOT, &body).map(|entry| long(&entry, 0))
+}
+
+#[test]
+fn a_socket_that_the_guest_knows_has_a_second_name() {
+    let mut guest = Guest::new();
+    fs::create_dir(guest.path("volume")).unwrap();
+    let (path, file) = (guest.path("volume/socket"), guest.path("volume/file"));
+    let _listener = UnixListener::bind(&path).unwrap();
+    fs::write(&file, "").unwrap();
+    let name_of = |path: &Path| {
+        let found = fs::metadata(path).unwrap();
+        let (major, minor) = (libc::major(found.dev()), libc::minor(found.dev()));
+        bulkhead_vmm_api::SharedSocket { major, minor, inode: found.ino() }.name()
+    };
+    let (socket, other) = (name_of(&path), name_of(&file));
+    assert_eq!(bind(&mut guest, &socket), Err(-libc::ENOENT), "the guest does not know it");
+    let volume = guest.lookup(ROOT, "volume").unwrap();
+    let node = guest.lookup(volume, "socket").unwrap();
+    guest.lookup(volume, "file").unwrap();
+    assert_eq!(bind(&mut guest, &other), Err(-libc::ENOENT), "it is no socket");
+    assert_eq!(bind(&mut guest, &socket), Ok(node));
+    assert_eq!(bind(&mut guest, &socket), Ok(node));
+    let mut names: Vec<_> =
+        fs::read_dir(guest.dir.path()).unwrap().map(|it| it.unwrap().file_name()).collect();
+    assert_eq!((names.pop().unwrap(), names.len()), ("volume".into(), 0), "no file was made");
+    // Each was a lookup.
+    guest.forget(node, 2);
+    assert_eq!(guest.lookup(volume, "socket"), Ok(node));
+    guest.forget(node, 2);
+    assert_ne!(guest.lookup(volume, "socket"), Ok(node));
+
+    // Elsewhere a socket of such a name is a file.
+    fs::remove_file(&path).unwrap();
+    assert_eq!(bind(&mut guest, &socket), Err(-libc::ENOENT));
+    assert_eq!(bind(&mut guest, "socket:other").map(drop), Ok(()));
+    assert!(fs::symlink_metadata(guest.path("socket:other")).unwrap().file_type().is_socket());
+}
+
 #[test]
 fn a_socket_and_a_pipe_are_one_file_in_all_mounts_of_their_directory() {
     let body = || {
