@@ -13,6 +13,7 @@ use serde_json::Value;
 
 use super::Case;
 use super::crash::kill_process;
+use super::jail::Vmm;
 use crate::command::wait_until;
 use crate::counts;
 use crate::cri::NAMESPACE as POD_NAMESPACE;
@@ -29,6 +30,7 @@ pub(super) const CASES: &[Case] = &[
     Case::bulkhead("a_clone_knows_the_time", time),
     Case::bulkhead("a_clones_interrupts_are_as_cheap_as_those_of_a_vm_that_booted", interrupts),
     Case::bulkhead("a_clone_reports_as_free_only_what_it_has_freed_itself", reports),
+    Case::bulkhead("a_clone_begins_with_the_pages_that_the_first_has_touched", working_set),
     Case::bulkhead("sandboxes_that_start_at_once_make_one", made_once),
     Case::bulkhead("one_that_was_damaged_is_made_anew", damaged),
     Case::bulkhead("one_of_a_kernel_that_was_replaced_is_made_anew", replaced),
@@ -44,6 +46,8 @@ const SLEEP: [&str; 2] = ["sleep", "1000"];
 const THREADS: usize = 5;
 /// How soon the kernel reports memory that is free.
 const REPORTED: Duration = Duration::from_secs(10);
+/// The list of these pages, in the directory of a template.
+const WORKING_SET: &str = "working_set.json";
 /// How far the clocks of a host and a clone that was asked may be apart, a slow answer among it.
 const CLOCKS: u64 = 5;
 
@@ -154,6 +158,33 @@ fn reports(host: &Host) -> Result<()> {
     task.dies()
 }
 
+/// The first clone exits for each page of the template that it touches first. What it had touched before its container
+/// ran is noted, and the next one has these pages from the start.
+fn working_set(host: &Host) -> Result<()> {
+    let faults = |task: &Task<'_>| {
+        let path = counts::kvm_directory(Vmm::of(task)?.pid)?.join("pf_taken");
+        let text = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+        text.trim().parse::<u64>().with_context(|| format!("{text:?}"))
+    };
+    let maker = host.container().detach(&SLEEP)?;
+    let noted = template_of(&maker)?.join(WORKING_SET);
+    maker.dies()?;
+    fs::remove_file(&noted).with_context(|| format!("cannot remove {}", noted.display()))?;
+
+    let first = host.container().detach(&SLEEP)?;
+    let of_first = faults(&first)?;
+    ensure!(noted.exists(), "expected  {}\ncame      nothing", noted.display());
+    let text = fs::read(&noted)?;
+    let next = host.container().detach(&SLEEP)?;
+    let of_next = faults(&next)?;
+    ensure!(
+        of_next < of_first / 3,
+        "expected  less than a third of the {of_first} page faults of the first clone\ncame      {of_next}"
+    );
+    ensure!(fs::read(&noted)? == text, "the list is not that of the first clone");
+    [first, next].into_iter().try_for_each(Task::dies)
+}
+
 /// Linux has KVM take note of an interrupt's end in its memory (KVM_FEATURE_PV_EOI), where a vCPU would exit for it
 /// else.
 fn interrupts(host: &Host) -> Result<()> {
@@ -203,7 +234,7 @@ fn made_once(host: &Host) -> Result<()> {
 }
 
 fn damaged(host: &Host) -> Result<()> {
-    for file in ["memory", "state.json"] {
+    for file in ["memory", "state.json", WORKING_SET] {
         let template = origin_of_one_more(host)?.context("it booted")?;
         let path = template.join(file);
         let damaged = File::options().write(true).open(&path).and_then(|file| file.set_len(5000));
