@@ -50,6 +50,8 @@ pub(crate) enum CommandError {
         "the pod {pod} has no record of its start: it has not started yet, or an earlier version has started it{reason}"
     )]
     NotStarted { pod: String, reason: String },
+    #[error("cannot read how the containers of the pod {pod} started: {reason}")]
+    ContainerStarts { pod: String, reason: String },
     #[error("{path}: cannot wait for changes")]
     Wait { path: PathBuf, source: io::Error },
     #[error(

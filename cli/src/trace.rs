@@ -96,8 +96,8 @@ pub(crate) fn trace(
     let not_started = |reason| CommandError::NotStarted { pod: pod.id.clone(), reason };
     let start = start_record(&pod.path).map_err(|reason| not_started(format!(" ({})", one_line(&reason))))?;
     let start = &start.ok_or_else(|| not_started(String::new()))?;
-    let containers = container_starts(&pod.path);
-    let containers = &containers.map_err(|reason| not_started(format!(" ({})", one_line(&reason))))?;
+    let containers = &container_starts(&pod.path)
+        .map_err(|reason| CommandError::ContainerStarts { pod: pod.id.clone(), reason: one_line(&reason) })?;
     if let Some(path) = options.otlp {
         let write = |source| CommandError::not_written(path, source);
         let mut file = File::create_new(path).map_err(write)?;

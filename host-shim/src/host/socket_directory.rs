@@ -129,8 +129,8 @@ impl SocketDirectory {
 impl Listing {
     fn add(&mut self, looked: io::Result<Option<(Found, Listens)>>, known: &Known) {
         match looked {
-            Ok(None) => {}
-            Ok(Some((_, Listens::ForDatagrams | Listens::Nobody))) => self.has_others = true,
+            Ok(None | Some((_, Listens::ForDatagrams))) => {}
+            Ok(Some((_, Listens::Nobody))) => self.has_others = true,
             // Perhaps by another name than before.
             Ok(Some((found, _))) if known.sockets.contains_key(&found.id) => {
                 self.known.entry(found.id).or_insert(found.name);

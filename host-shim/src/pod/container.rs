@@ -216,7 +216,14 @@ impl Container {
             };
             let made = guest.agent.create_container(new, ends.ids());
             let stdio: Result<_, TaskError> = ends.connect_while(guest.vm.vsock(), made).await;
-            Ok((stdio?, disks))
+            let stdio = stdio?;
+            // Disks and huge pages have the kernel touch much that other pods do not need, and disks may contain
+            // anything.
+            let is_plain = disks.is_empty() && pod.huge_pages() == 0;
+            if pod.is_first(&plan.id) && is_plain && !matches!(plan.rootfs, Some(Rootfs::Disk(_))) {
+                guest.vm.record_working_set().await;
+            }
+            Ok((stdio, disks))
         };
         let (stdio, disks) = guest.run(created).await?;
         let ready = Ready { placeholder, stdio, volumes, directories, disks };

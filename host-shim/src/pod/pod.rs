@@ -316,13 +316,8 @@ impl Pod {
         let guest = vm.guest_for(&plan).await?;
         let environment =
             Environment { pod: Arc::clone(vm), guest, events: self.0.events.clone(), moved_sources };
-        let timed = vm.time(&plan.id, Step::CreateContainer);
-        let container = Container::create(creation, &plan, environment).await?;
-        drop(timed);
-        if is_first {
-            vm.guest()?.vm.note_working_set().await;
-        }
-        Ok(container)
+        let _timed = vm.time(&plan.id, Step::CreateContainer);
+        Container::create(creation, &plan, environment).await
     }
 
     /// Puts the container's files into the share. If the caller gives up while a mount source hangs, the thread undoes

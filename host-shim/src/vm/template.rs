@@ -98,7 +98,8 @@ impl Template {
 
     /// Removes the template, so that the next pod makes another. Its clones keep their mappings.
     pub(crate) fn discard(self) {
-        if let Err(e) = fs::remove_dir_all(&self.path) {
+        // A shim may be adding a file to it.
+        if let Err(e) = remove(&self.path) {
             tracing::warn!(path = %self.path.display(), error = chain(&e), "cannot remove the template");
         }
     }

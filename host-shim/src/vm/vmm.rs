@@ -52,6 +52,9 @@ pub(super) const VSOCK: &str = "vsock.sock";
 /// starts all of its pods at once each VM has a share of a processor. The kubelet waits 4 minutes for a pod.
 const READY: Duration = Duration::from_secs(180);
 
+/// How long a shim may take to record which pages its VM has touched. It reads a few files of /proc.
+const RECORD: Duration = Duration::from_secs(2);
+
 /// How long a VMM may go without processor time meanwhile, and how often this is checked. One that starts a VM is
 /// busy. One that is not has been stopped, or hangs in the host's kernel.
 const STALLED: Duration = Duration::from_secs(30);
@@ -389,13 +392,24 @@ impl Vm {
         &self.vsock
     }
 
-    /// Notes what a clone touches until its first container is made, so that the next clones begin with it. Call this
-    /// before that container runs.
-    pub(crate) async fn note_working_set(&self) {
+    /// Records what a clone has touched until its first container is made, so that the next clones begin with it. Call
+    /// this before that container runs.
+    pub(crate) async fn record_working_set(&self) {
         let (Some(template), pid) = (self.template.clone(), self.pid()) else { return };
-        let noted = blocking::run(move || working_set::note(pid, &template), drop).await;
-        if let Err(error) = noted.unwrap_or_else(|error| Err(io::Error::other(error))) {
-            tracing::warn!(error = chain(&error), "the template's working set is not noted");
+        let dir = template.clone();
+        // What comes late is not written: the container may have run by then.
+        let recorded = async {
+            let read = timeout(RECORD, blocking::run(move || working_set::read(pid, &dir), drop)).await?;
+            match read.map_err(io::Error::other)?? {
+                Some(json) => blocking::run(move || working_set::write(&template, &json), drop)
+                    .await
+                    .map_err(io::Error::other)?,
+                None => Ok(()),
+            }
+        };
+        // Each later clone tries again.
+        if let Err(error) = recorded.await {
+            tracing::info!(error = chain(&error), "cannot record the template's working set");
         }
     }
 

@@ -379,9 +379,15 @@ impl<G: Listeners> Follower<G> {
         }
     }
 
-    /// Sockets that are served stay so. Returns that it is to be looked again.
+    /// Sockets that are served stay so. Returns whether to look again without an event.
     fn begin_anew(&mut self, error: &io::Error) -> bool {
         drop(blocking::drop_elsewhere(self.changes.take()));
+        if error.kind() == io::ErrorKind::PermissionDenied {
+            // Root may not read every file system: NFS and FUSE have some that only their users can read.
+            let path = self.directory.path.display();
+            tracing::debug!(%path, error = chain(error), "a directory cannot be searched for sockets");
+            return false;
+        }
         self.pod.note(&self.directory, error);
         true
     }

@@ -29,7 +29,7 @@ pub(super) const FOR_EVER: &[u8] = b"9999999\n";
 
 /// What statistics may have beside the work: what the program does before and after its looks. An emulated and busy
 /// host needs a fifth of a second for that.
-const REST: Duration = Duration::from_millis(500);
+const REST: Duration = Duration::from_millis(1500);
 /// What `/proc/PID/stat` counts in.
 const TICK: Duration = Duration::from_millis(10);
 /// How much that may be wrong: parts of a tick are cut off the time of the program and of that in the kernel, twice.

@@ -35,7 +35,7 @@ pub(in crate::cases) const CASES: &[Case] = &[
 const LOG_LINE: usize = 16 * 1024;
 
 /// More than a container that sleeps uses in a few seconds.
-const IDLE: Duration = Duration::from_millis(100);
+const IDLE: Duration = Duration::from_millis(500);
 
 fn log_order(host: &Host) -> Result<()> {
     let pod = Pod::start(host)?;
