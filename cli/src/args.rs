@@ -129,7 +129,7 @@ pub(crate) enum Command {
         #[arg(long, short)]
         namespace: Option<String>,
     },
-    /// Shows how long each phase of the start of a pod took, and of the starts of its containers.
+    /// Shows how long each phase of the start of a pod and of each of its containers took.
     ///
     /// WHERE is what does most of the work: the shim, the VMM or the agent in the guest.
     Trace {

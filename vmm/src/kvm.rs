@@ -1,4 +1,4 @@
-//! Opens KVM, and checks that this host can run a VM.
+//! Opens KVM, checks that this host can run a VM, and maps guest memory before the guest touches it.
 
 use std::{io, path::Path};
 
@@ -110,7 +110,7 @@ pub fn disable_counters(kvm: &Kvm, vm: &VmFd) -> Result<(), kvm_ioctls::Error> {
 }
 
 /// Maps `len` bytes of guest memory from `address` on, as if the vCPU had read each page (KVM_PRE_FAULT_MEMORY). Both
-/// are multiples of a page. An error on hosts before Linux 6.11, and with shadow page tables.
+/// are multiples of a page. Fails on hosts before Linux 6.11, and with shadow page tables.
 #[allow(unsafe_code)]
 pub fn map_pages(vcpu: &VcpuFd, address: u64, len: u64) -> io::Result<()> {
     let mut range = kvm_pre_fault_memory { gpa: address, size: len, ..Default::default() };

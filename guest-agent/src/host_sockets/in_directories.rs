@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn who_waits_for_a_connection_hears_that_nobody_listens_any_more() {
+    async fn closing_a_socket_ends_a_waiting_accept() {
         let directory = tempfile::tempdir().unwrap();
         let sockets = DirectorySockets::default();
         sockets.begin(7).unwrap();
@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn there_is_one_socket_of_a_number_and_not_too_many() {
+    async fn numbers_are_unique_and_limited() {
         let directory = tempfile::tempdir().unwrap();
         let sockets = DirectorySockets::default();
         for index in 0..MAX_DIRECTORY_SOCKETS as u32 {

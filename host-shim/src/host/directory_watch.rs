@@ -49,8 +49,8 @@ impl Watch {
 
     /// Watches nothing yet.
     pub(crate) fn of_nothing() -> io::Result<Self> {
-        // The kernel counts watchers for the user who makes them, and allows 128 by default. kubelet needs those of
-        // root to follow logs. So each shim is another user here.
+        // By default the kernel allows each user 128 inotify instances (fs.inotify.max_user_instances). kubelet needs
+        // those of root to follow logs. So each shim makes its instances as a user of its own.
         let user = Uid::from_raw(NOBODYS | std::process::id());
         let make = move || {
             set_thread_res_uid(None, user, None)?;

@@ -78,32 +78,33 @@ pub(crate) fn look(index: usize, path: &Path, inode: OwnedFd) -> io::Result<Sour
     if FileType::from_raw_mode(stat.st_mode) != FileType::Socket {
         return Ok(Source::Other(inode));
     }
-    // After an error somebody may listen nevertheless. Then who connects hears of it.
-    if matches!(listens(&inode), Ok(Listens::ForDatagrams)) {
+    // If this fails, the socket may still work. If not, the client's connection fails.
+    if matches!(bound_to(&inode), Ok(Bound::Datagrams)) {
         return Ok(Source::Datagrams);
     }
     Ok(Source::Socket(HostSocket::of(index, path, inode, &stat)))
 }
 
-/// Whether somebody is at a socket.
+/// What kind of socket a process has bound to a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Listens {
-    ForDatagrams,
-    /// Or for packets (SOCK_SEQPACKET).
-    ForStreams,
-    Nobody,
+pub(crate) enum Bound {
+    Datagrams,
+    /// Or packets (SOCK_SEQPACKET).
+    Streams,
+    Nothing,
 }
 
-/// Finds out who is at a socket, which does not notice that: the kernel refuses to connect sockets of different types.
-pub(crate) fn listens(inode: &OwnedFd) -> io::Result<Listens> {
+/// Finds that out by connecting a datagram socket: the kernel refuses to connect sockets of different types. A service
+/// of streams does not notice it.
+pub(crate) fn bound_to(inode: &OwnedFd) -> io::Result<Bound> {
     let Err(error) = UnixDatagram::unbound()?.connect(no_symlinks::proc_path(inode)) else {
-        return Ok(Listens::ForDatagrams);
+        return Ok(Bound::Datagrams);
     };
     match error.raw_os_error().map(Errno::from_raw) {
-        Some(Errno::EPROTOTYPE) => Ok(Listens::ForStreams),
-        Some(Errno::ECONNREFUSED) => Ok(Listens::Nobody),
-        // It is connected with somebody else.
-        Some(Errno::EPERM) => Ok(Listens::ForDatagrams),
+        Some(Errno::EPROTOTYPE) => Ok(Bound::Streams),
+        Some(Errno::ECONNREFUSED) => Ok(Bound::Nothing),
+        // A datagram socket that is connected to another one.
+        Some(Errno::EPERM) => Ok(Bound::Datagrams),
         _ => Err(error),
     }
 }

@@ -2,8 +2,8 @@
 //! again makes its socket anew, so the directory is watched.
 //!
 //! Whoever can write to the directory chooses what is in it, and a container may be able to. No name leads out of it: a
-//! socket is opened as a place (O_PATH), not through a symbolic link and not in another mount. What the guest itself
-//! has made is no socket at which a process of the host listens.
+//! socket is opened as a place (O_PATH), not through a symbolic link and not in another mount. If the guest makes a
+//! socket, no process of the host has bound it, so the shim does not serve it.
 
 use std::{
     collections::HashMap,
@@ -25,7 +25,7 @@ use rustix::{
 use crate::{
     host::{
         directory_watch::Watch,
-        host_socket::{HostSocket, Listens, listens},
+        host_socket::{Bound, HostSocket, bound_to},
         no_symlinks,
     },
     types::text::one_line,
@@ -75,7 +75,7 @@ pub(crate) struct Listing {
     pub(crate) new: Vec<Found>,
     /// Whether there are more sockets than are wanted.
     pub(crate) has_more: bool,
-    /// Whether there are sockets at which nobody listens, perhaps not yet.
+    /// Whether there are files of sockets that no process has bound, or whose process has just begun to bind them.
     pub(crate) has_others: bool,
     /// Whether there are more names than were looked at.
     pub(crate) is_cut: bool,
@@ -102,7 +102,7 @@ impl SocketDirectory {
         // Each by its name, which may not be among the first.
         for (id, name) in &known.sockets {
             match look_at(&opened, name) {
-                Ok(Some((found, Listens::ForStreams))) if found.id == *id => {}
+                Ok(Some((found, Bound::Streams))) if found.id == *id => {}
                 Ok(_) => continue,
                 // It may be there.
                 Err(error) => listing.failed = Some(error),
@@ -127,10 +127,10 @@ impl SocketDirectory {
 }
 
 impl Listing {
-    fn add(&mut self, looked: io::Result<Option<(Found, Listens)>>, known: &Known) {
+    fn add(&mut self, looked: io::Result<Option<(Found, Bound)>>, known: &Known) {
         match looked {
-            Ok(None | Some((_, Listens::ForDatagrams))) => {}
-            Ok(Some((_, Listens::Nobody))) => self.has_others = true,
+            Ok(None | Some((_, Bound::Datagrams))) => {}
+            Ok(Some((_, Bound::Nothing))) => self.has_others = true,
             // Perhaps by another name than before.
             Ok(Some((found, _))) if known.sockets.contains_key(&found.id) => {
                 self.known.entry(found.id).or_insert(found.name);
@@ -145,7 +145,7 @@ impl Listing {
 }
 
 /// The socket of this name in a directory. None: it is something else, in another mount, or gone.
-fn look_at(directory: &OwnedFd, name: &OsStr) -> io::Result<Option<(Found, Listens)>> {
+fn look_at(directory: &OwnedFd, name: &OsStr) -> io::Result<Option<(Found, Bound)>> {
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_XDEV;
     let inode = match openat2(directory, name, flags, Mode::empty(), resolve) {
@@ -156,10 +156,10 @@ fn look_at(directory: &OwnedFd, name: &OsStr) -> io::Result<Option<(Found, Liste
     if FileType::from_raw_mode(stat.st_mode) != FileType::Socket {
         return Ok(None);
     }
-    let listens = listens(&inode)?;
+    let bound = bound_to(&inode)?;
     let (major, minor) = (major(stat.st_dev), minor(stat.st_dev));
     let id = SharedSocket { major, minor, inode: stat.st_ino };
-    Ok(Some((Found { name: name.into(), id, stat, inode }, listens)))
+    Ok(Some((Found { name: name.into(), id, stat, inode }, bound)))
 }
 
 impl Found {
@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_that_is_known_is_there_whatever_comes_before_it() {
+    fn a_known_socket_is_found_among_very_many_names() {
         private_mounts();
         let (dir, watched) = watched();
         // The names of a tmpfs are read from the last one that was made.

@@ -40,9 +40,9 @@ fn whole_lines(path: &Path, longest: u64) -> io::Result<Option<Vec<u8>>> {
     Ok(Some(text))
 }
 
-/// The records of the containers that came after the first one of the pod with this state directory, of those that
-/// began last, in the order of their beginnings. There is none if an older version of the shim has started the pod. An
-/// error: they cannot be read; the reason.
+/// The records of the last [`MOST_CONTAINERS`] containers of the pod with this state directory, without its first one,
+/// in the order in which they began. Empty if an older version of the shim has started the pod. The error is the reason
+/// why they cannot be read.
 pub fn container_starts(state: &Path) -> Result<Vec<ContainerStart>, String> {
     let path = state.join(CONTAINER_STARTS);
     let read = || -> io::Result<Vec<ContainerStart>> {

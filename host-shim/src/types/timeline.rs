@@ -1,4 +1,4 @@
-//! How long each step of a pod's start takes.
+//! How long each step of the start of a container takes.
 
 use std::{
     sync::{Arc, Mutex, MutexGuard},
@@ -34,8 +34,8 @@ pub enum Step {
     BootVm,
     /// The agent learns whose guest it is.
     StartSandbox,
-    /// The VM gets the memory that the limits of its containers need. Of a pod's first container, this runs beside the
-    /// step before.
+    /// The VM gets the memory that the limits of its containers need. In the start of a pod's first container, this
+    /// runs at the same time as `StartSandbox`.
     FitMemory,
     /// The guest gets its processors.
     FitProcessors,
@@ -126,7 +126,7 @@ impl Origin {
     }
 }
 
-/// What the shim records of the start of its pod.
+/// What the shim records of the start of the pod's first container.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct StartRecord {
@@ -143,8 +143,8 @@ pub struct StartRecord {
 /// The version of [`ContainerStart`]. A record of another version is not read.
 pub(crate) const CONTAINER_VERSION: u32 = 1;
 
-/// So many of the containers that began last have a record, beside the pod's first one. A container that is restarted
-/// again and again is a new one each time.
+/// How many records of containers are kept, without that of the pod's first one: those that began last. Kubernetes
+/// makes a new container for each restart.
 pub const MOST_CONTAINERS: usize = 16;
 
 /// What the shim records of the start of a container after the first one of its pod.

@@ -1,6 +1,6 @@
-//! Stands in for `kubectl`, and for a cluster of one node, when `cargo xtask dist --try` follows the quick start with
-//! Kubernetes. It does to containerd's CRI what kubelet does, so that the handler that the RuntimeClass names makes the
-//! pod. It understands the commands of the page, and refuses all others. What it prints are the words of kubectl.
+//! Replaces `kubectl` and a cluster of one node when `cargo xtask dist --try` follows the quick start with Kubernetes.
+//! It calls containerd's CRI as kubelet does, with the handler of the RuntimeClass. It knows the commands of the page
+//! that the trial executes, and refuses all others. It prints what kubectl prints.
 
 mod node;
 mod store;

@@ -1,4 +1,4 @@
-//! What kubelet does for a pod of one container, by containerd's CRI.
+//! What kubelet does for a pod of one container, through containerd's CRI.
 
 #[path = "../../e2e/src/cri/messages/mod.rs"]
 #[allow(dead_code, unused_imports)]
@@ -99,13 +99,13 @@ pub(crate) fn exec(pod: &Pod, command: &[&str]) -> Result<ExecSyncResponse> {
     call(ExecSyncRequest { container_id: pod.container.clone(), cmd, timeout: 0 })
 }
 
-/// Ends the pod and removes it. The container has so long to end by itself.
+/// Ends the pod and removes it. The container has `seconds` to end by itself.
 pub(crate) fn remove(pod: &Pod, seconds: i64) -> Result<()> {
     call(StopContainerRequest { container_id: pod.container.clone(), timeout: seconds })?;
     call(StopPodSandboxRequest::from(pod.sandbox.as_str()))?;
     call(RemoveContainerRequest::from(pod.container.as_str()))?;
     call(RemovePodSandboxRequest::from(pod.sandbox.as_str()))?;
-    // Who left a process or a cgroup in it keeps it from going.
+    // This fails if the runtime has left a process or a cgroup in it.
     let cgroup = directory(&pod.cgroup);
     fs::remove_dir(&cgroup).with_context(|| format!("cannot remove {cgroup}"))
 }

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 const FILE: &str = "/run/kubectl-stand-in.json";
 
-/// A RuntimeClass, with the fields that the API has and this project uses. Another field is an error.
+/// A RuntimeClass, with the fields that the API has and this project uses. Any other field is an error.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub(crate) struct Class {
@@ -68,7 +68,7 @@ pub(crate) struct Store {
 }
 
 impl Store {
-    /// What the last command has left.
+    /// Reads what the last command has saved.
     pub(crate) fn open() -> Result<Self> {
         match fs::read(FILE) {
             Ok(bytes) => serde_json::from_slice(&bytes).context(FILE),

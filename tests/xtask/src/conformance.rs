@@ -128,10 +128,10 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "the shim forwards streams of bytes (docs/resources.md, Sockets of the host's services)",
     ),
     (
-        "sockets in a directory of the host that a container mounts: a connection from inside reaches those of streams \
-         in the directory itself, also after the service has made its socket anew. The mount is not refused. A \
-         connection fails with ECONNREFUSED if it goes to a socket in a directory below or to one of datagrams, or \
-         from the host or another pod (each container of docker is one) to a container's",
+        "sockets in a directory of the host that a container mounts: the mount is not refused. A container connects to \
+         stream sockets directly in the directory, also after the service has restarted. Other connections fail with \
+         ECONNREFUSED: to datagram sockets, to sockets in directories below, and from the host or another pod to a \
+         container's socket (each container of docker is a pod)",
         "virtio-fs carries no connections; the shim looks for sockets in the directory that is mounted \
          (docs/resources.md, Sockets of the host's services)",
     ),

@@ -136,8 +136,8 @@ pub(crate) fn build(cache: &Cache, tools: &Tools, profile: Profile) -> Result<Di
     Ok(Dist { root, kernel, _lock: lock })
 }
 
-/// Builds the program that stands in for kubectl, with the profile of a dist that ships. It is built together with the
-/// programs of the dist, so that their libraries serve again.
+/// Builds the program that replaces kubectl, in the profile of the package. It is built with the same packages as the
+/// dist, so that cargo reuses their compiled libraries.
 pub(crate) fn kubectl() -> Result<PathBuf> {
     let packages = [&SHIPPED[..], &["bulkhead-e2e", KUBECTL]].concat();
     Ok(cargo_build(&packages, Profile::Shipped, places::renaming()?)?.join(KUBECTL))

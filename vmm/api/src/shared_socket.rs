@@ -7,7 +7,7 @@
 
 use std::str;
 
-/// How the name begins. No container has such an id, and nothing else is at the top of a share.
+/// How the name begins. The other names at the top of a share are ids of containers and `_NUMBER`, without a colon.
 const PREFIX: &str = "socket:";
 
 /// A socket, by what the host's kernel knows it by.

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 /// The file of a [`WorkingSet`] beside [`crate::MEMORY_FILE`]. A template may have none.
 pub const WORKING_SET_FILE: &str = "working_set.json";
 
-/// The most bytes of that file.
+/// The largest size of that file, in bytes.
 pub const LONGEST_WORKING_SET: u64 = 1 << 18;
 
 /// Pages that follow one another in [`crate::MEMORY_FILE`]: the number of the first, and how many. A page has 4096

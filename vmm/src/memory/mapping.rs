@@ -81,7 +81,7 @@ fn map_aligned(size: usize, access: libc::c_int) -> io::Result<Mapping> {
     Ok(Mapping { region: region.map_err(io::Error::other)?, _addresses: addresses })
 }
 
-/// Lets the host give `piece` no transparent huge pages. Its start and end are multiples of [`PAGE`].
+/// Tells the host to use no transparent huge pages for `piece`. Its start and end are multiples of [`PAGE`].
 #[allow(unsafe_code)]
 pub fn use_small_pages(piece: &VolatileSlice<'_>) {
     // Fails with EINVAL on a host without transparent huge pages, which is what is wanted.
@@ -91,7 +91,7 @@ pub fn use_small_pages(piece: &VolatileSlice<'_>) {
 }
 
 /// Gives this process pages of its own in `piece`, as if it had written to each (MADV_POPULATE_WRITE). The contents
-/// stay the same. An error on hosts before Linux 5.14.
+/// stay the same. Fails on hosts before Linux 5.14.
 #[allow(unsafe_code)]
 pub fn populate_for_writing(piece: &VolatileSlice<'_>) -> io::Result<()> {
     let start = piece.ptr_guard_mut().as_ptr().cast();

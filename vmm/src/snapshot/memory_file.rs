@@ -92,7 +92,8 @@ pub fn restore_memory(size: Size, file: &File, extents: &[Extent]) -> Result<Gue
     }
     let memory = allocate(size, None)?;
     for (start, len) in used_blocks(extents) {
-        // No part of the guest's memory, which `map_extent` refuses, or memory that ends within a block.
+        // `get_slice` fails if memory ends within the block, which then may have huge pages, and for an extent outside
+        // of memory, which `map_extent` refuses.
         if let Ok(block) = memory.get_slice(GuestAddress(start), len) {
             use_small_pages(&block);
         }
@@ -196,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_template_has_used_a_part_of_is_given_in_small_pages() {
+    fn partly_used_blocks_have_small_pages() {
         let block = LARGEST_BLOCK;
         let extents =
             [(0x5000, 0x1000), (block - 0x1000, 0x2000), (3 * block, block), (5 * block + 0x1000, 0x1000)];

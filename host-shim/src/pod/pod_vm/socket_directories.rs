@@ -42,8 +42,8 @@ use crate::{
 /// The time between two looks at one directory. Whoever can write to it has no more effect than this.
 const PAUSE: Duration = if cfg!(test) { Duration::from_millis(100) } else { Duration::from_secs(1) };
 
-/// When to look again, unless an event comes first: after something has failed, and while there are sockets at which
-/// nobody listens. No event tells when somebody does.
+/// When to look again, unless an event comes first: after something has failed, and while there are sockets that no
+/// process has bound.
 const AGAIN: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 30 });
 
 /// How long the host may take to read a directory.
@@ -52,8 +52,8 @@ const READ: Duration = Duration::from_secs(30);
 /// How long a container waits until its directories have been looked at.
 const FIRST_LOOK: Duration = Duration::from_secs(10);
 
-/// Directories of a pod that are followed. Each takes one of the 128 watchers that the kernel allows a user; the others
-/// are for volumes that kubelet keeps up to date.
+/// The most directories of a pod that are followed. Each takes one of the 128 inotify instances that the kernel allows
+/// the shim's user by default. Volumes that kubelet keeps up to date take the others.
 const MOST_DIRECTORIES: usize = 64;
 
 /// Lines in a window of the log. Whoever can write to a directory brings them about.

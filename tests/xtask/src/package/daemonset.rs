@@ -22,7 +22,7 @@ use crate::tools::Tools;
 const DIRECTORY: &str = "/root/manifests";
 const IMAGES: &str = "/root/busybox-oci.tar";
 
-/// The registry of the quick start, which is not there.
+/// The registry that the quick start names. It does not exist.
 const REGISTRY: &str = "registry.example.com/team";
 
 /// What ends each script.
@@ -75,7 +75,7 @@ pub(super) fn run(cache: &Cache, tools: &Tools, dist: &Dist, archive: &Path) -> 
     Ok(())
 }
 
-/// How long a script may take until it has said its end. The installation boots two VMs and saves them.
+/// How long a script may take until it has printed its last line. The installation boots two VMs and saves them.
 const END: Duration = Duration::from_secs(600);
 /// Between two looks at what it has said.
 const PAUSE: Duration = Duration::from_secs(1);

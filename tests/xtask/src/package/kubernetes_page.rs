@@ -1,5 +1,5 @@
-//! The quick start with Kubernetes. The tests have no Kubernetes, so a program stands in for `kubectl` where the trial
-//! executes the page (`tests/kubectl`). What the page shows must be what the package has: each manifest is that of a
+//! The quick start with Kubernetes. The tests have no Kubernetes. When the trial executes the page, a program
+//! (`tests/kubectl`) replaces `kubectl`. What the page shows must be what the package has: each manifest is that of a
 //! file, and each file or subcommand that a command names exists.
 
 use std::fs;

@@ -75,8 +75,8 @@ impl Server {
         })
     }
 
-    /// `fuse_entry_out` of a socket that the guest knows (see [`SharedSocket`]). The guest may not cache the name, so
-    /// it forgets it when nobody listens there any more.
+    /// `fuse_entry_out` of a socket that the guest knows (see [`SharedSocket`]). The guest must not cache the name, so
+    /// that it drops the name when the agent closes the socket.
     fn name_again(&mut self, socket: &SharedSocket) -> Result<Answer> {
         let node = self.tables().nodes.listened(socket)?;
         match self.stat_node(node) {
