@@ -402,8 +402,9 @@ fn gives_back(host: &Host, task: &Task<'_>, mib: u64) -> Result<()> {
 /// of no file (proc_pid_smaps(5)). Pages of the template are not its own: its share of them grows when other clones end.
 fn vmm_mib(task: &Task<'_>) -> Result<u64> {
     let text = Vmm::of(task)?.read("smaps_rollup")?;
-    let kib =
-        text.lines().find_map(|line| line.strip_prefix("Pss_Anon:")?.trim().strip_suffix(" kB")?.parse().ok());
+    let kib = text
+        .lines()
+        .find_map(|line| line.strip_prefix("Pss_Anon:")?.trim().strip_suffix(" kB")?.parse().ok());
     let kib: u64 = kib.with_context(|| format!("no Pss_Anon in {text:?}"))?;
     Ok(kib / 1024)
 }
