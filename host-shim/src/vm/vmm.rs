@@ -395,17 +395,18 @@ impl Vm {
     /// Records what a clone has touched until its first container is made, so that the next clones begin with it. Call
     /// this before that container runs.
     pub(crate) async fn record_working_set(&self) {
-        let (Some(template), pid) = (self.template.clone(), self.pid()) else { return };
-        let dir = template.clone();
+        let Some(template) = &self.template else { return };
+        // All clones but the first: they need no thread for it.
+        if working_set::is_recorded(template) {
+            return;
+        }
+        let (pid, dir, template) = (self.pid(), template.clone(), template.clone());
         // What comes late is not written: the container may have run by then.
         let recorded = async {
             let read = timeout(RECORD, blocking::run(move || working_set::read(pid, &dir), drop)).await?;
-            match read.map_err(io::Error::other)?? {
-                Some(json) => blocking::run(move || working_set::write(&template, &json), drop)
-                    .await
-                    .map_err(io::Error::other)?,
-                None => Ok(()),
-            }
+            let json = read.map_err(io::Error::other)??;
+            let written = blocking::run(move || working_set::write(&template, &json), drop).await;
+            written.map_err(io::Error::other)?
         };
         // Each later clone tries again.
         if let Err(error) = recorded.await {

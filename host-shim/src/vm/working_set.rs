@@ -31,12 +31,13 @@ struct Mapping {
     offset: u64,
 }
 
-/// What the VMM with this pid, whose VM is a clone of the template in `dir`, has touched, as [`write`] takes it. None:
-/// there is a record.
-pub(super) fn read(vmm: u32, dir: &Path) -> io::Result<Option<Vec<u8>>> {
-    if dir.join(WORKING_SET_FILE).exists() {
-        return Ok(None);
-    }
+/// Whether there is a record for the template in `dir`.
+pub(super) fn is_recorded(dir: &Path) -> bool {
+    dir.join(WORKING_SET_FILE).exists()
+}
+
+/// What the VMM with this pid, whose VM is a clone of the template in `dir`, has touched, as [`write`] takes it.
+pub(super) fn read(vmm: u32, dir: &Path) -> io::Result<Vec<u8>> {
     let memory = fs::metadata(dir.join(MEMORY_FILE))?;
     let maps = fs::read_to_string(format!("/proc/{vmm}/maps"))?;
     let pagemap = File::open(format!("/proc/{vmm}/pagemap"))?;
@@ -56,7 +57,7 @@ pub(super) fn read(vmm: u32, dir: &Path) -> io::Result<Option<Vec<u8>>> {
     if json.len() as u64 > LONGEST_WORKING_SET {
         return Err(io::ErrorKind::FileTooLarge.into());
     }
-    Ok(Some(json))
+    Ok(json)
 }
 
 /// Records that for the template in `dir`.
@@ -151,15 +152,16 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_recorded_twice_or_of_a_process_without_the_template() {
+    fn only_a_process_with_the_template_has_a_record_and_it_is_seen() {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join(MEMORY_FILE), "").unwrap();
         let own = std::process::id();
         let none = "the VMM has touched no page of its template";
         assert_eq!(read(own, dir.path()).unwrap_err().to_string(), none);
         assert_eq!(read(u32::MAX, dir.path()).unwrap_err().kind(), io::ErrorKind::NotFound);
+        assert!(!is_recorded(dir.path()));
         write(dir.path(), b"recorded").unwrap();
-        assert_eq!(read(own, dir.path()).unwrap(), None);
+        assert!(is_recorded(dir.path()));
         assert_eq!(fs::read(dir.path().join(WORKING_SET_FILE)).unwrap(), b"recorded");
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 2);
     }

@@ -265,12 +265,7 @@ impl<'h> Counter<'h> {
 
     /// All numbers since the VM has started.
     fn state(&self) -> Result<Cost> {
-        let kvm = |name: &str| -> Result<f64> {
-            let path = self.kvm.join(name);
-            let text =
-                fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
-            Ok(text.trim().parse()?)
-        };
+        let kvm = |name: &str| kvm_counter(&self.kvm, name);
         let io = fs::read_to_string(format!("/proc/{}/io", self.vmm)).context("cannot read the VMM's I/O")?;
         let bytes = |name: &str| -> Result<f64> {
             let value = io.lines().find_map(|line| line.strip_prefix(name));
@@ -409,6 +404,13 @@ pub(crate) fn kvm_directory(vmm: u32) -> Result<PathBuf> {
         }
     }
     anyhow::bail!("KVM has no counters of process {vmm}")
+}
+
+/// One of the counters in [`kvm_directory`].
+pub(crate) fn kvm_counter(kvm: &Path, name: &str) -> Result<f64> {
+    let path = kvm.join(name);
+    let text = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+    text.trim().parse().with_context(|| format!("{}: {text:?}", path.display()))
 }
 
 /// How many FUSE requests a VMM was sent.

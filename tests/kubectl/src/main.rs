@@ -35,8 +35,10 @@ fn run(words: &[&str]) -> Result<u8> {
             println!("runtimeclass.node.k8s.io/{name} {}", if is_new { "created" } else { "configured" });
         }
         ["run", name, options @ ..] => {
-            let pod = new_pod(&store, name, options)?;
-            ensure!(store.pods.insert((*name).to_owned(), pod).is_none(), "pods \"{name}\" already exists");
+            // Before the pod is made: nobody would remove a second one.
+            ensure!(!store.pods.contains_key(*name), "pods \"{name}\" already exists");
+            let pod = run_pod(&store, name, options)?;
+            store.pods.insert((*name).to_owned(), pod);
             println!("pod/{name} created");
         }
         ["wait", "--for=condition=Ready", timeout, pod] => {
@@ -75,7 +77,7 @@ fn run(words: &[&str]) -> Result<u8> {
 }
 
 /// Runs the pod of `kubectl run`.
-fn new_pod(store: &Store, name: &str, options: &[&str]) -> Result<Pod> {
+fn run_pod(store: &Store, name: &str, options: &[&str]) -> Result<Pod> {
     let [image, overrides, "--", command @ ..] = options else {
         bail!("options that the page does not have")
     };

@@ -82,24 +82,15 @@ fn map_aligned(size: usize, access: libc::c_int) -> io::Result<Mapping> {
 }
 
 /// Tells the host to use no transparent huge pages for `piece`. Its start and end are multiples of [`PAGE`].
-#[allow(unsafe_code)]
 pub fn use_small_pages(piece: &VolatileSlice<'_>) {
     // Fails with EINVAL on a host without transparent huge pages, which is what is wanted.
-    // SAFETY: the range is inside `piece`, so it is mapped. The advice does not change its contents. No safe function
-    // does this.
-    unsafe { libc::madvise(piece.ptr_guard_mut().as_ptr().cast(), piece.len(), libc::MADV_NOHUGEPAGE) };
+    let _ = advise(piece, libc::MADV_NOHUGEPAGE);
 }
 
 /// Gives this process pages of its own in `piece`, as if it had written to each (MADV_POPULATE_WRITE). The contents
 /// stay the same. Fails on hosts before Linux 5.14.
-#[allow(unsafe_code)]
 pub fn populate_for_writing(piece: &VolatileSlice<'_>) -> io::Result<()> {
-    let start = piece.ptr_guard_mut().as_ptr().cast();
-    // SAFETY: the range is inside `piece`, so it is mapped for writing. No contents change. No safe function does this.
-    match unsafe { libc::madvise(start, piece.len(), libc::MADV_POPULATE_WRITE) } {
-        0 => Ok(()),
-        _ => Err(io::Error::last_os_error()),
-    }
+    advise(piece, libc::MADV_POPULATE_WRITE)
 }
 
 /// Returns the whole pages of `piece` to the host. The memory must not belong to a [`Pool`].
@@ -108,17 +99,21 @@ pub fn populate_for_writing(piece: &VolatileSlice<'_>) -> io::Result<()> {
 /// if the mapping is a private mapping of a file. Both are right, because the contents of the pages are undefined.
 /// MADV_FREE would leave the pages in the process until the host is short of memory. MADV_REMOVE would punch holes
 /// into the file.
-#[allow(unsafe_code)]
 pub fn release(piece: &VolatileSlice<'_>) -> io::Result<()> {
-    let start = piece.ptr_guard_mut().as_ptr();
-    let before = start.align_offset(PAGE);
+    let before = piece.ptr_guard().as_ptr().align_offset(PAGE);
     let whole = piece.len().saturating_sub(before) / PAGE * PAGE;
     if whole == 0 {
         return Ok(());
     }
-    // SAFETY: the pages are inside `piece`, so they are mapped, and the owner of `piece` may change their contents.
-    // They stay mapped. No safe function does this.
-    match unsafe { libc::madvise(start.wrapping_add(before).cast(), whole, libc::MADV_DONTNEED) } {
+    advise(&piece.subslice(before, whole).map_err(io::Error::other)?, libc::MADV_DONTNEED)
+}
+
+/// Gives the kernel advice about `piece`, which consists of whole pages. It must be one of the advices above.
+#[allow(unsafe_code)]
+fn advise(piece: &VolatileSlice<'_>, advice: libc::c_int) -> io::Result<()> {
+    // SAFETY: the range is inside `piece`, so it is mapped for writing, and it stays mapped. Of these advices only
+    // MADV_DONTNEED changes its contents, which the owner of `piece` may change. No safe function does this.
+    match unsafe { libc::madvise(piece.ptr_guard_mut().as_ptr().cast(), piece.len(), advice) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
     }

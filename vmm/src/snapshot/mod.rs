@@ -187,13 +187,14 @@ impl Saver {
     }
 }
 
-fn read_state(path: &Path) -> io::Result<String> {
+/// Reads a file of at most `longest` bytes.
+fn read_text(path: &Path, longest: u64) -> io::Result<String> {
     let file = File::open(path)?;
-    if file.metadata()?.len() > LONGEST_STATE {
+    if file.metadata()?.len() > longest {
         return Err(io::ErrorKind::FileTooLarge.into());
     }
     let mut text = String::new();
-    file.take(LONGEST_STATE).read_to_string(&mut text)?;
+    file.take(longest).read_to_string(&mut text)?;
     Ok(text)
 }
 
@@ -217,7 +218,7 @@ impl Saved {
             move |source| RestoreError::Read { path, source }
         };
         let path = dir.join(STATE_FILE);
-        let text = read_state(&path).map_err(read(&path))?;
+        let text = read_text(&path, LONGEST_STATE).map_err(read(&path))?;
         let damaged = |source| RestoreError::Damaged { path: path.clone(), source };
         let state = serde_json::from_str::<State>(&text);
         let found = match &state {

@@ -3,13 +3,13 @@
 //! Otherwise the guest exits for each of them, and twice for most of those that it writes. That was nine of ten exits
 //! until the first container ran.
 
-use std::{fs::File, io::Read, path::Path};
+use std::{io, path::Path};
 
 use bulkhead_vmm_api::{LONGEST_WORKING_SET, Run, WORKING_SET_FILE, WorkingSet};
 use kvm_ioctls::VcpuFd;
 use vm_memory::{GuestAddress, GuestMemoryBackend as _};
 
-use super::memory_file::Extent;
+use super::{memory_file::Extent, read_text};
 use crate::{
     GuestMemory, kvm,
     memory::{page::PAGE, populate_for_writing},
@@ -24,13 +24,11 @@ pub(super) struct Pieces {
 
 impl Pieces {
     /// Reads the working set of the template in `dir`, whose memory has these extents. There may be none.
-    pub(super) fn read(dir: &Path, extents: &[Extent]) -> std::io::Result<Self> {
-        let file = match File::open(dir.join(WORKING_SET_FILE)) {
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Self::default()),
-            file => file?,
+    pub(super) fn read(dir: &Path, extents: &[Extent]) -> io::Result<Self> {
+        let text = match read_text(&dir.join(WORKING_SET_FILE), LONGEST_WORKING_SET) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Self::default()),
+            text => text?,
         };
-        let mut text = String::new();
-        file.take(LONGEST_WORKING_SET).read_to_string(&mut text)?;
         let WorkingSet { read, written } = serde_json::from_str(&text)?;
         Ok(Self { read: places(&read, extents)?, written: places(&written, extents)? })
     }
@@ -53,7 +51,7 @@ impl Pieces {
 }
 
 /// Where pages of the memory's file are in the guest's memory.
-fn places(runs: &[Run], extents: &[Extent]) -> std::io::Result<Vec<(u64, usize)>> {
+fn places(runs: &[Run], extents: &[Extent]) -> io::Result<Vec<(u64, usize)>> {
     let mut places = Vec::with_capacity(runs.len());
     for (first, count) in runs {
         let page = PAGE as u64;
@@ -70,7 +68,7 @@ fn places(runs: &[Run], extents: &[Extent]) -> std::io::Result<Vec<(u64, usize)>
         }
         if start < end {
             let message = format!("{count} pages from {first} on are not in the template");
-            return Err(std::io::Error::new(std::io::ErrorKind::InvalidData, message));
+            return Err(io::Error::new(io::ErrorKind::InvalidData, message));
         }
     }
     Ok(places)

@@ -92,10 +92,9 @@ impl HostSockets {
         let serve = |socket: &Arc<HostSocket>| {
             let service = Service {
                 guest: guest.clone(),
-                id: Some(id.into()),
+                clients: Clients::Container(id.into()),
                 socket: Arc::clone(socket),
                 connections: connections.clone(),
-                in_directory: None,
                 log: new_log(),
             };
             tokio::spawn(async move { service.run(pending()).await }).abort_handle()
@@ -110,24 +109,37 @@ impl Drop for HostSockets {
     }
 }
 
-/// A service of the host, for one container, or for all of a pod that find it in a directory.
+/// A service of the host.
 #[derive(Debug)]
 pub(super) struct Service {
     pub(super) guest: Guest,
-    /// None for all.
-    pub(super) id: Option<String>,
+    pub(super) clients: Clients,
     pub(super) socket: Arc<HostSocket>,
     pub(super) connections: Connections,
-    pub(super) in_directory: Option<InDirectory>,
     pub(super) log: SharedLogLimit,
 }
 
-/// What a service in a directory shares with others.
+/// Who reaches a service.
 #[derive(Debug, Clone)]
-pub(super) struct InDirectory {
-    pub(super) profiles: Arc<Profiles>,
-    /// Hears of connections that have failed.
-    pub(super) failed: Arc<Notify>,
+pub(super) enum Clients {
+    /// The container of this id, which mounts its socket.
+    Container(String),
+    /// All containers of the pod that mount the directory with its socket.
+    OfDirectory {
+        profiles: Arc<Profiles>,
+        /// Notified when a connection has failed.
+        failed: Arc<Notify>,
+    },
+}
+
+impl Clients {
+    /// None: several containers.
+    fn container(&self) -> Option<&str> {
+        match self {
+            Self::Container(id) => Some(id),
+            Self::OfDirectory { .. } => None,
+        }
+    }
 }
 
 /// A connection of a container that the agent has accepted.
@@ -170,7 +182,7 @@ impl Service {
             };
             match accepted {
                 Ok(accepted) => {
-                    let connected = forward(Arc::clone(&self.socket), self.in_directory.clone(), accepted);
+                    let connected = forward(Arc::clone(&self.socket), self.clients.clone(), accepted);
                     connections.spawn(connected);
                     accepting.set(self.accept_after(Duration::ZERO));
                 }
@@ -188,7 +200,7 @@ impl Service {
     fn ended(&self, connection: Result<io::Result<()>, JoinError>) {
         if let Ok(Err(error)) = connection {
             self.log(&chain(&error));
-            if let Some(InDirectory { failed, .. }) = &self.in_directory {
+            if let Clients::OfDirectory { failed, .. } = &self.clients {
                 failed.notify_one();
             }
         }
@@ -200,7 +212,7 @@ impl Service {
         let vsock = self.guest.vm.vsock();
         let stream_id = vsock.stream_ids(1);
         let stream = vsock.connect_stream(stream_id, relay::BUFFER).await?;
-        let id = self.id.as_deref().unwrap_or_default();
+        let id = self.clients.container().unwrap_or_default();
         let peer = self.guest.agent.accept_host_socket(id, self.socket.index, stream_id).await?;
         let permit = self.connections.begin().await;
         Ok(Accepted { stream, peer, _permit: permit })
@@ -209,7 +221,7 @@ impl Service {
     fn log(&self, error: &str) {
         if self.log.allows() {
             tracing::warn!(
-                container = self.id.as_deref(),
+                container = self.clients.container(),
                 socket = %self.socket.path.display(),
                 error,
                 "a container does not reach a service of the host"
@@ -228,19 +240,15 @@ pub(super) async fn unless(closed: impl Future<Output = ()>, work: impl Future<O
 
 /// Connects to the service and copies both ways until they have ended. An error is that of the connecting. The end of
 /// the stream tells the agent.
-async fn forward(
-    socket: Arc<HostSocket>,
-    in_directory: Option<InDirectory>,
-    accepted: Accepted,
-) -> io::Result<()> {
+async fn forward(socket: Arc<HostSocket>, clients: Clients, accepted: Accepted) -> io::Result<()> {
     let Accepted { mut stream, peer, _permit } = accepted;
-    let service = match &in_directory {
-        Some(InDirectory { profiles, .. }) => {
+    let service = match &clients {
+        Clients::OfDirectory { profiles, .. } => {
             socket.connect_confined(peer.uid, peer.gid, profiles.common()?.as_deref()).await?
         }
-        None => socket.connect(peer.uid, peer.gid).await?,
+        Clients::Container(_) => socket.connect(peer.uid, peer.gid).await?,
     };
-    drop((socket, in_directory));
+    drop((socket, clients));
     let ends = [stream.get_ref().as_fd(), service.as_fd()].map(|end| end.try_clone_to_owned());
     let [guest, host] = ends;
     let (guest, host) = (guest?, host?);

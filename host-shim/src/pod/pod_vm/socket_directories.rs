@@ -3,7 +3,7 @@
 //! A service that is started again has another socket, which is found when the directory changes.
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::HashMap,
     convert::Infallible,
     error::Error,
     ffi::OsString,
@@ -13,7 +13,7 @@ use std::{
     path::{Path, PathBuf},
     sync::{
         Arc, Mutex, Weak,
-        atomic::{AtomicU32, AtomicU64, Ordering},
+        atomic::{AtomicU32, Ordering},
     },
     time::Duration,
 };
@@ -26,7 +26,7 @@ use tokio::{
     time::{sleep, timeout},
 };
 
-use super::host_sockets::{Connections, InDirectory, Service, new_log, unless};
+use super::host_sockets::{Clients, Connections, Service, new_log, unless};
 use crate::{
     guest::agent::AgentError,
     host::{
@@ -86,25 +86,24 @@ struct Pod {
 /// The AppArmor profiles of the containers that mount such directories. All of them reach a socket at which the agent
 /// listens, and a connection does not tell which one has made it. So they must have the same profile.
 #[derive(Debug, Default)]
-pub(super) struct Profiles {
-    next: AtomicU64,
-    of_containers: Mutex<BTreeMap<u64, Option<String>>>,
-}
+pub(super) struct Profiles(Mutex<Vec<Weak<Option<String>>>>);
 
 impl Profiles {
-    fn add(self: &Arc<Self>, profile: Option<String>) -> Profile {
-        let number = self.next.fetch_add(1, Ordering::Relaxed);
-        lock(&self.of_containers).insert(number, profile);
-        Profile { number, all: Arc::clone(self) }
+    /// That of one container, until what is returned is dropped.
+    fn add(&self, profile: Option<String>) -> Arc<Option<String>> {
+        let profile = Arc::new(profile);
+        let mut profiles = lock(&self.0);
+        profiles.retain(|other| other.strong_count() > 0);
+        profiles.push(Arc::downgrade(&profile));
+        profile
     }
 
     /// The profile of all containers.
     pub(super) fn common(&self) -> io::Result<Option<String>> {
-        let profiles = lock(&self.of_containers);
-        let mut profiles = profiles.values();
-        let first = profiles.next().ok_or(ErrorKind::NotConnected)?;
-        match profiles.all(|other| other == first) {
-            true => Ok(first.clone()),
+        let profiles: Vec<_> = lock(&self.0).iter().filter_map(Weak::upgrade).collect();
+        let (first, others) = profiles.split_first().ok_or(ErrorKind::NotConnected)?;
+        match others.iter().all(|other| other == first) {
+            true => Ok((**first).clone()),
             false => {
                 let reason = "the containers of the pod that mount directories of the host have different AppArmor \
                               profiles";
@@ -114,23 +113,10 @@ impl Profiles {
     }
 }
 
-/// That of one container, until this is dropped.
-#[derive(Debug)]
-struct Profile {
-    number: u64,
-    all: Arc<Profiles>,
-}
-
-impl Drop for Profile {
-    fn drop(&mut self) {
-        lock(&self.all.of_containers).remove(&self.number);
-    }
-}
-
 /// The directories of a container, which are followed until this is dropped.
 #[derive(Debug)]
 pub(crate) struct Mounted {
-    _profile: Profile,
+    _profile: Arc<Option<String>>,
     _followed: Vec<Arc<Followed>>,
 }
 
@@ -255,13 +241,12 @@ impl Listeners for Guest {
         failed: &Arc<Notify>,
         closed: impl Future<Output = ()> + Send + 'static,
     ) -> impl Future<Output = ()> + Send + 'static {
-        let in_directory = InDirectory { profiles: Arc::clone(&pod.profiles), failed: Arc::clone(failed) };
+        let (profiles, failed) = (Arc::clone(&pod.profiles), Arc::clone(failed));
         let service = Service {
             guest: self.clone(),
-            id: None,
+            clients: Clients::OfDirectory { profiles, failed },
             socket,
             connections: pod.connections.clone(),
-            in_directory: Some(in_directory),
             log: pod.connecting.clone(),
         };
         async move { service.run(closed).await }

@@ -11,7 +11,7 @@ use super::Case;
 use super::programs::HostCopy;
 use crate::bench::memory::{find_shim, find_vmm};
 use crate::command::{Cmd, Finished};
-use crate::counts::kvm_directory;
+use crate::counts::{kvm_counter, kvm_directory};
 use crate::ctr::{Host, Runtime, Task};
 use crate::network::{Bridge, GATEWAY, GATEWAY6, Namespace, address, address_in, address6, gateway};
 
@@ -135,9 +135,7 @@ impl Counters {
     }
 
     fn read(&self) -> Result<Counts> {
-        let kvm = |name: &str| -> Result<f64> {
-            Ok(fs::read_to_string(self.kvm.join(name)).context("no counter of KVM")?.trim().parse()?)
-        };
+        let kvm = |name: &str| kvm_counter(&self.kvm, name);
         let taps = fs::read_to_string(&self.tap).context("no counters of interfaces")?;
         let line = taps.lines().find_map(|line| line.trim().strip_prefix("tap-bulkhead:"));
         let numbers: Vec<f64> = line

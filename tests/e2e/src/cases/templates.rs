@@ -161,11 +161,8 @@ fn reports(host: &Host) -> Result<()> {
 /// The first clone exits for each page of the template that it touches first. What it had touched before its container
 /// ran is noted, and the next one has these pages from the start.
 fn working_set(host: &Host) -> Result<()> {
-    let faults = |task: &Task<'_>| {
-        let path = counts::kvm_directory(Vmm::of(task)?.pid)?.join("pf_taken");
-        let text = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
-        text.trim().parse::<u64>().with_context(|| format!("{text:?}"))
-    };
+    let faults =
+        |task: &Task<'_>| counts::kvm_counter(&counts::kvm_directory(Vmm::of(task)?.pid)?, "pf_taken");
     let maker = host.container().detach(&SLEEP)?;
     let noted = template_of(&maker)?.join(WORKING_SET);
     maker.dies()?;
@@ -178,7 +175,7 @@ fn working_set(host: &Host) -> Result<()> {
     let next = host.container().detach(&SLEEP)?;
     let of_next = faults(&next)?;
     ensure!(
-        of_next < of_first / 3,
+        of_next < of_first / 3.0,
         "expected  less than a third of the {of_first} page faults of the first clone\ncame      {of_next}"
     );
     ensure!(fs::read(&noted)? == text, "the list is not that of the first clone");

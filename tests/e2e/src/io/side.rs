@@ -15,7 +15,7 @@ use crate::bench::memory::{find_shim, find_vmm};
 use crate::cases::devices::Loop;
 use crate::cases::programs::on_disk;
 use crate::command::Cmd;
-use crate::counts::{accept, kvm_directory};
+use crate::counts::{accept, kvm_counter, kvm_directory};
 use crate::ctr::{Host, Runtime, Task};
 use crate::image_root::ImageRoot;
 use crate::network::{Bridge, GATEWAY, Namespace, address};
@@ -179,9 +179,7 @@ impl<'h> Side<'h> {
 
     /// The exits of its vCPUs since they were made; None: there is no VM.
     pub(super) fn exits(&self) -> Result<Option<f64>> {
-        let Some(directory) = &self.kvm else { return Ok(None) };
-        let text = fs::read_to_string(directory.join("exits")).context("cannot read KVM's counter")?;
-        Ok(Some(text.trim().parse()?))
+        self.kvm.as_deref().map(|kvm| kvm_counter(kvm, "exits")).transpose()
     }
 
     /// Has the worker do something, and waits until it has done it.
