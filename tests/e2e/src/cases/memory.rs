@@ -399,7 +399,8 @@ fn gives_back(host: &Host, task: &Task<'_>, mib: u64) -> Result<()> {
 }
 
 /// What the VMM of a container takes of the host's memory, its guest included: its proportional set of memory that is
-/// of no file (proc_pid_smaps(5)). Pages of the template are not its own: its share of them grows when other clones end.
+/// of no file (proc_pid_smaps(5)). Pages of the template are not its own, and its share of them grows when
+/// other clones end.
 fn vmm_mib(task: &Task<'_>) -> Result<u64> {
     let text = Vmm::of(task)?.read("smaps_rollup")?;
     let kib = text
