@@ -6,7 +6,7 @@
 
 use std::{
     fs::{File, OpenOptions},
-    io::{self, BufWriter, Read, Write},
+    io::{self, BufWriter, Write},
     os::unix::fs::OpenOptionsExt,
     path::{Path, PathBuf},
     sync::Arc,
@@ -17,12 +17,15 @@ use kvm_bindings::kvm_cpuid_entry2;
 use kvm_ioctls::{Kvm, VcpuFd, VmFd};
 use serde::{Deserialize, Serialize};
 
-use self::{error::refused, vcpu_state::VcpuState, vm_state::VmState, working_set::Pieces};
+use self::{
+    error::refused, text_file::read_text, vcpu_state::VcpuState, vm_state::VmState, working_set::Pieces,
+};
 use crate::{GuestMemory, arch::cpuid, memory::Size, virtio::mmio::MmioTransport};
 
 mod device_state;
 mod error;
 mod memory_file;
+mod text_file;
 mod vcpu_state;
 mod vm_state;
 mod working_set;
@@ -185,17 +188,6 @@ impl Saver {
             .and_then(|()| file.flush())
             .map_err(written("state"))
     }
-}
-
-/// Reads a file of at most `longest` bytes.
-fn read_text(path: &Path, longest: u64) -> io::Result<String> {
-    let file = File::open(path)?;
-    if file.metadata()?.len() > longest {
-        return Err(io::ErrorKind::FileTooLarge.into());
-    }
-    let mut text = String::new();
-    file.take(longest).read_to_string(&mut text)?;
-    Ok(text)
 }
 
 fn create(path: PathBuf) -> Result<File, SaveError> {

@@ -9,7 +9,7 @@ use bulkhead_vmm_api::{LONGEST_WORKING_SET, Run, WORKING_SET_FILE, WorkingSet};
 use kvm_ioctls::VcpuFd;
 use vm_memory::{GuestAddress, GuestMemoryBackend as _};
 
-use super::{memory_file::Extent, read_text};
+use super::{memory_file::Extent, text_file::read_text};
 use crate::{
     GuestMemory, kvm,
     memory::{page::PAGE, populate_for_writing},
