@@ -194,23 +194,31 @@ fn exec_terminal(host: &Host) -> Result<()> {
     Ok(())
 }
 
+/// Says again and again that it is here. containerd 1.7 passes a client's input on before it begins to pass output
+/// to the client, so a client that writes too soon misses the answer: it first waits for these words.
+const SAY_HERE: &str = "while sleep 0.2; do echo here; done &";
+
 pub(super) fn attach(host: &Host) -> Result<()> {
     let pod = Pod::start(host)?;
     let container = pod.container().config(|config| config.stdin = true);
-    let container = container.start(&[
-        "sh",
-        "-c",
-        "while read line; do echo got $line; [ $line != end ] || exit 6; done",
-    ])?;
+    let script = format!("{SAY_HERE} while read line; do echo got $line; [ $line != end ] || exit 6; done");
+    let container = container.start(&["sh", "-c", &script])?;
     let mut stream = container.attach(false)?;
+    stream.wait_for("here\n")?;
     stream.write(b"one\n")?;
     stream.wait_for("got one\n")?;
     drop(stream);
     // Who left may come back.
     let mut stream = container.attach(false)?;
+    stream.wait_for("here\n")?;
     stream.write(b"two\nend\n")?;
     stream.wait_for("got end\n")?;
-    container.finish()?.exits(6)?.prints("got one\ngot two\ngot end\n")?;
+    let finished = container.finish()?;
+    let answers = String::from_utf8_lossy(&finished.exits(6)?.stdout).replace("here\n", "");
+    ensure!(
+        answers == "got one\ngot two\ngot end\n",
+        "expected  each line that was written, answered once\ncame      {answers:?}"
+    );
     Ok(())
 }
 
@@ -221,12 +229,12 @@ fn attach_terminal(host: &Host) -> Result<()> {
         config.tty = true;
     });
     let script = format!(
-        "stty -echo; echo ready; read line; echo got $line; {}; read line; exit 7",
+        "stty -echo; {SAY_HERE} read line; echo got $line; {}; read line; exit 7",
         until_size("30 100")
     );
     let container = container.start(&["sh", "-c", &script])?;
-    container.wait_for("ready")?;
     let mut stream = container.attach(true)?;
+    stream.wait_for("here\r\n")?;
     stream.write(b"hello\n")?;
     stream.wait_for("got hello\r\n")?;
     stream.resize(100, 30)?;
