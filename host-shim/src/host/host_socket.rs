@@ -31,7 +31,10 @@ use tokio::{
     time::{Instant, sleep, timeout_at},
 };
 
-use crate::host::{blocking, no_symlinks};
+use crate::{
+    host::{blocking, no_symlinks},
+    types::id_mappings::IdMappings,
+};
 
 /// How long a service may take to accept a connection when others wait for that too.
 const CONNECT: Duration = Duration::from_secs(if cfg!(test) { 3 } else { 10 });
@@ -57,9 +60,22 @@ pub(crate) struct HostSocket {
     pub(crate) uid: u32,
     pub(crate) gid: u32,
     inode: OwnedFd,
-    /// The AppArmor profile of the container. It decides on the host, too, which services it may connect to, and the
-    /// service is told of it (SO_PEERSEC).
-    profile: Option<String>,
+}
+
+/// What decides on the host, too, to which services a container may connect.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Confinement {
+    /// Its AppArmor profile, which the service is told of (SO_PEERSEC).
+    pub(crate) profile: Option<String>,
+    /// The ids of its user namespace. None: it has none of its own, so its root is the host's.
+    pub(crate) ids: Option<IdMappings>,
+}
+
+impl Confinement {
+    /// Whether a process of the container may have this user and this group.
+    pub(crate) fn allows(&self, uid: u32, gid: u32) -> bool {
+        self.ids.as_ref().is_none_or(|ids| ids.have(uid, gid))
+    }
 }
 
 /// What the source of a bind mount is.
@@ -114,33 +130,28 @@ impl HostSocket {
     pub(crate) fn of(index: usize, path: &Path, inode: OwnedFd, stat: &Stat) -> Self {
         let mode = stat.st_mode & 0o7777;
         let (uid, gid) = (stat.st_uid, stat.st_gid);
-        Self { index, path: path.into(), mode, uid, gid, inode, profile: None }
+        Self { index, path: path.into(), mode, uid, gid, inode }
     }
 
-    /// The same for a container that this profile confines.
-    pub(crate) fn confined_by(self, profile: Option<&str>) -> Self {
-        Self { profile: profile.map(str::to_owned), ..self }
-    }
-
-    /// Connects to the service as this user and group, which the service is told of (SO_PEERCRED of unix(7)), and which
-    /// must be allowed to write to the socket.
-    pub(crate) async fn connect(&self, uid: u32, gid: u32) -> io::Result<UnixStream> {
-        self.connect_confined(uid, gid, self.profile.as_deref()).await
-    }
-
-    /// The same with this AppArmor profile.
-    pub(crate) async fn connect_confined(
+    /// Connects a container to the service as this user and group, which the service is told of (SO_PEERCRED of
+    /// unix(7)), and which must be allowed to write to the socket.
+    pub(crate) async fn connect(
         &self,
         uid: u32,
         gid: u32,
-        profile: Option<&str>,
+        confinement: &Confinement,
     ) -> io::Result<UnixStream> {
+        if !confinement.allows(uid, gid) {
+            let reason =
+                format!("the guest names user {uid} and group {gid}, which the container does not have");
+            return Err(io::Error::new(ErrorKind::PermissionDenied, reason));
+        }
         if uid == NO_ID || gid == NO_ID {
             return Err(io::Error::new(ErrorKind::InvalidInput, "the guest names no user or group"));
         }
         let deadline = Instant::now() + CONNECT;
         loop {
-            let (inode, profile) = (self.inode.try_clone()?, profile.map(str::to_owned));
+            let (inode, profile) = (self.inode.try_clone()?, confinement.profile.clone());
             // A thread of its own, since it stays that user, with that profile.
             let connected = blocking::run(move || connect_as(&inode, uid, gid, profile.as_deref()), drop);
             let connected = timeout_at(deadline, connected).await?.map_err(io::Error::other)?;
@@ -243,8 +254,9 @@ mod tests {
         other.set_nonblocking(true).unwrap();
         listener.set_nonblocking(true).unwrap();
         let listener = tokio::net::UnixListener::from_std(listener).unwrap();
+        let free = Confinement::default();
         for (uid, gid) in [(1234, 77), (77, 5678), (0, 0)] {
-            let _client = socket.connect(uid, gid).await.unwrap();
+            let _client = socket.connect(uid, gid, &free).await.unwrap();
             let (mut server, _) = listener.accept().await.unwrap();
             let cred = server.peer_cred().unwrap();
             assert_eq!((cred.uid(), cred.gid()), (uid, gid));
@@ -252,14 +264,21 @@ mod tests {
             assert_eq!(server.read(&mut [0]).await.unwrap(), 0);
         }
         for (uid, gid) in [(77, 77), (77, 0), (5678, 1234)] {
-            let error = socket.connect(uid, gid).await.unwrap_err();
+            let error = socket.connect(uid, gid, &free).await.unwrap_err();
             assert_eq!(error.kind(), ErrorKind::PermissionDenied);
         }
+        // Root of the host may write to it, but nobody of a user namespace is that root.
+        let ids = IdMappings::take(0, &mut vec!["uidmap=0:1000:500".into(), "gidmap=0:0:9".into()]).unwrap();
+        let mapped = Confinement { profile: None, ids };
+        let error = socket.connect(0, 0, &mapped).await.unwrap_err().to_string();
+        assert!(error.contains("user 0 and group 0"), "{error}");
+        socket.connect(1234, 0, &mapped).await.unwrap();
+        listener.accept().await.unwrap();
         for (uid, gid) in [(NO_ID, 0), (0, NO_ID)] {
-            assert_eq!(socket.connect(uid, gid).await.unwrap_err().kind(), ErrorKind::InvalidInput);
+            assert_eq!(socket.connect(uid, gid, &free).await.unwrap_err().kind(), ErrorKind::InvalidInput);
         }
         drop(listener);
-        assert_eq!(socket.connect(0, 0).await.unwrap_err().kind(), ErrorKind::ConnectionRefused);
+        assert_eq!(socket.connect(0, 0, &free).await.unwrap_err().kind(), ErrorKind::ConnectionRefused);
         assert_eq!(other.accept().unwrap_err().kind(), ErrorKind::WouldBlock);
         assert!(rustix::process::geteuid().is_root(), "this thread stays root");
     }
@@ -271,11 +290,12 @@ mod tests {
         let path = dir.path().join("service");
         let listener = UnixListener::bind(&path).unwrap();
         listener.set_nonblocking(true).unwrap();
-        let socket = found(&path).confined_by(Some("bulkhead-no-such-profile"));
-        let error = socket.connect(0, 0).await.unwrap_err().to_string();
+        let socket = found(&path);
+        let confined = Confinement { profile: Some("bulkhead-no-such-profile".into()), ids: None };
+        let error = socket.connect(0, 0, &confined).await.unwrap_err().to_string();
         assert!(error.contains("AppArmor profile \"bulkhead-no-such-profile\": "), "{error}");
         assert_eq!(listener.accept().unwrap_err().kind(), ErrorKind::WouldBlock);
-        socket.confined_by(None).connect(0, 0).await.unwrap();
+        socket.connect(0, 0, &Confinement::default()).await.unwrap();
     }
 
     #[test]
@@ -302,8 +322,9 @@ mod tests {
         nix::sys::socket::bind(listener.as_raw_fd(), &address).unwrap();
         nix::sys::socket::listen(&listener, nix::sys::socket::Backlog::new(0).unwrap()).unwrap();
         let service = found(&path);
-        let _first = service.connect(0, 0).await.unwrap();
-        let given_up = service.connect(0, 0).await.unwrap_err().kind();
+        let free = Confinement::default();
+        let _first = service.connect(0, 0, &free).await.unwrap();
+        let given_up = service.connect(0, 0, &free).await.unwrap_err().kind();
         assert!(matches!(given_up, ErrorKind::WouldBlock | ErrorKind::TimedOut), "{given_up}");
     }
 }

@@ -20,6 +20,7 @@ use crate::{
     guest::agent::{AgentError, NewContainer, SIGKILL},
     host::{
         hooks::{Hooks, POSTSTOP},
+        host_socket::Confinement,
         placeholder_process::PlaceholderProcess,
         rootfs::Rootfs,
     },
@@ -199,8 +200,9 @@ impl Container {
             for volume in &plan.copied {
                 volumes.push(pod.volume_copies.follow(guest, volume).await?);
             }
-            let profile = plan.apparmor.as_ref().map(|policy| &*policy.profile);
-            directories = pod.socket_directories.follow(guest, &moved_sources.directories, profile).await;
+            let confinement = confinement(plan);
+            let followed = pod.socket_directories.follow(guest, &moved_sources.directories, &confinement);
+            directories = followed.await;
             if let Some(policy) = &plan.apparmor {
                 guest.profiles.load(&guest.agent, policy).await?;
             }
@@ -240,8 +242,9 @@ impl Container {
         pod.register_pid(&plan.id, pid);
         let oom = OomReports::watch(&plan.id, guest.agent.clone(), events.clone());
         let execs = Execs::new(&plan.id, pid, guest.clone(), events.clone(), Arc::clone(&oom));
-        let host_sockets =
-            HostSockets::serve(&guest, &plan.id, &moved_sources.sockets, &pod.host_connections);
+        let confinement = confinement(plan);
+        let sockets = &moved_sources.sockets;
+        let host_sockets = HostSockets::serve(&guest, &plan.id, &confinement, sockets, &pod.host_connections);
         let key = ProcessKey { container_id: plan.id.clone(), exec_id: String::new() };
         let task_events = creation.task().is_some().then(|| events.clone());
         let container = Arc::new(Self {
@@ -568,4 +571,10 @@ impl Container {
             tokio::time::sleep(pause).await;
         }
     }
+}
+
+/// What decides to which services of the host a container may connect.
+fn confinement(plan: &CreatePlan) -> Confinement {
+    let profile = plan.apparmor.as_ref().map(|policy| policy.profile.clone());
+    Confinement { profile, ids: plan.own_ids.clone() }
 }

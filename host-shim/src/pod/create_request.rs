@@ -59,6 +59,8 @@ pub(crate) struct CreatePlan {
     pub(crate) rootfs: Option<Rootfs>,
     /// The ids of the root that are others in the container. The agent maps them.
     pub(crate) root_ids: Option<IdMappings>,
+    /// The ids of its user namespace, if it has one.
+    pub(crate) own_ids: Option<IdMappings>,
     pub(crate) binds: Vec<BindMount>,
     /// Volumes in memory, of which it gets the whole or a part.
     pub(crate) volumes: Vec<MemoryVolume>,
@@ -269,6 +271,7 @@ impl CreatePlan {
             disks,
             rootfs: root.files,
             root_ids: root.ids,
+            own_ids: linux.ids(),
             binds: binds.host,
             volumes: binds.volumes.into_iter().map(|(_, volume)| volume).collect(),
             copied: binds.copied.into_iter().map(|(_, volume)| Arc::new(volume)).collect(),

@@ -240,6 +240,9 @@ impl PodVm {
     ) -> Result<(), TaskError> {
         let mut host = self.host.lock().await;
         self.exclusive_roots.store(config.exclusive_roots, Ordering::Relaxed);
+        if !config.directory_sockets {
+            self.socket_directories.turn_off();
+        }
         let path = self.settings.state_path();
         let bundle = Effect::Bundle { path: bundle.to_owned() };
         let socket = self.settings.socket.clone().map(|path| Effect::ShimSocket { path });

@@ -20,7 +20,7 @@ pub const CONFIG_PATH: &str = "/etc/bulkhead/config.toml";
 const DROP_INS: &str = "d";
 
 /// The keys of the configuration, for a message about one that is not among them.
-const KEYS: [&str; 15] = [
+const KEYS: [&str; 16] = [
     "kernel",
     "initramfs",
     "vmm",
@@ -32,6 +32,7 @@ const KEYS: [&str; 15] = [
     "hugepages",
     "templates",
     "exclusive_roots",
+    "directory_sockets",
     "console",
     "log_level",
     "log_format",
@@ -90,6 +91,8 @@ pub struct Config {
     /// Nobody but the guest changes the files of roots that are directories of the host. So the guest may cache them
     /// without limit, as it does those of snapshots.
     pub exclusive_roots: bool,
+    /// Containers reach services of the host whose sockets are in directories that they mount.
+    pub directory_sockets: bool,
     /// Keep the guest's serial console in the pod's `console/console.log`. It slows the boot. Without it only the last
     /// words of the guest's kernel are logged.
     pub console: bool,
@@ -150,6 +153,7 @@ impl Default for Config {
             hugepages: false,
             templates: true,
             exclusive_roots: false,
+            directory_sockets: true,
             console: false,
             log_level: LogLevel::Info,
             log_format: LogFormat::Text,
@@ -428,8 +432,8 @@ mod tests {
     fn reads_every_key() {
         let config = load(
             "kernel='/k'\ninitramfs='/i'\nvmm='/v'\nvcpus=2\nmax_vcpus=4\nmemory_mib=512\nunlimited_memory_mib=768\n\
-             max_memory_mib=1024\n\
-             hugepages=true\ntemplates=false\nexclusive_roots=true\nconsole=true\nlog_level='debug'\n\
+             max_memory_mib=1024\nhugepages=true\ntemplates=false\nexclusive_roots=true\n\
+             directory_sockets=false\nconsole=true\nlog_level='debug'\n\
              log_format='json'\nallowed_annotations=['console','vcpus']\n",
         )
         .unwrap();
@@ -449,6 +453,7 @@ mod tests {
                 hugepages: true,
                 templates: false,
                 exclusive_roots: true,
+                directory_sockets: false,
                 console: true,
                 log_level: LogLevel::Debug,
                 log_format: LogFormat::Json,

@@ -1,12 +1,12 @@
 //! The ids of an id-mapped root. containerd's snapshotters give them in the options of the root's mount (`uidmap=` and
 //! `gidmap=`), which are containerd's own, and not those of a file system.
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::request_error::{RequestError, invalid};
 
 /// Ids that follow one another, named as in the runtime-spec.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct IdRange {
     /// The first one on the file system.
     #[serde(rename = "containerID")]
@@ -48,6 +48,14 @@ impl IdMappings {
         }
     }
 
+    /// Whether somebody has this user and this group where the ids are mapped to.
+    pub(crate) fn have(&self, uid: u32, gid: u32) -> bool {
+        let has = |ranges: &[IdRange], id: u32| {
+            ranges.iter().any(|range| id.checked_sub(range.host_id).is_some_and(|offset| offset < range.size))
+        };
+        has(&self.users, uid) && has(&self.groups, gid)
+    }
+
     /// The user and the group that root is where the root is mounted.
     pub(crate) fn root(&self) -> Option<(u32, u32)> {
         let root = |ranges: &[IdRange]| {
@@ -81,6 +89,14 @@ mod tests {
         assert_eq!(take(&["ro"]).unwrap(), (None, vec!["ro".to_owned()]));
         let (ids, left) = take(&["uidmap=5:7:1,0:100000:5", "gidmap=0:200000:65536", "lowerdir=/l"]).unwrap();
         assert_eq!((ids.unwrap().root(), left), (Some((100_000, 200_000)), vec!["lowerdir=/l".to_owned()]));
+    }
+
+    #[test]
+    fn ids_outside_of_the_ranges_are_nobodys() {
+        let ids = take(&["uidmap=0:1000:2,5:7:1", "gidmap=0:0:1"]).unwrap().0.unwrap();
+        let users = (0..2000).filter(|uid| ids.have(*uid, 0));
+        assert_eq!(users.collect::<Vec<_>>(), [7, 1000, 1001]);
+        assert!(!ids.have(7, 1));
     }
 
     #[test]

@@ -14,7 +14,10 @@ use oci_spec::runtime::{Hooks, LinuxNamespace, Mount, Root};
 use serde::{Deserialize, de::IgnoredAny};
 use serde_json::Value;
 
-use crate::types::block_io::BlockIo;
+use crate::types::{
+    block_io::BlockIo,
+    id_mappings::{IdMappings, IdRange},
+};
 
 /// Changes a JSON document, of which the types here have only a part of the fields.
 pub(crate) fn edit_json(
@@ -62,10 +65,22 @@ pub(crate) struct Linux {
     #[serde(default)]
     pub(crate) namespaces: Vec<LinuxNamespace>,
     #[serde(default)]
+    uid_mappings: Vec<IdRange>,
+    #[serde(default)]
+    gid_mappings: Vec<IdRange>,
+    #[serde(default)]
     pub(crate) cgroups_path: PathBuf,
     #[serde(default)]
     pub(crate) resources: Resources,
     pub(crate) devices: Option<Vec<Device>>,
+}
+
+impl Linux {
+    /// The ids of the container's user namespace, if it has one.
+    pub(crate) fn ids(&self) -> Option<IdMappings> {
+        let (users, groups) = (self.uid_mappings.clone(), self.gid_mappings.clone());
+        (!users.is_empty()).then_some(IdMappings { users, groups })
+    }
 }
 
 /// A device node.

@@ -12,10 +12,10 @@ use tokio::{
 };
 use ttrpc::Code;
 
-use super::socket_directories::Profiles;
+use super::socket_directories::Confinements;
 use crate::{
     guest::agent::{AgentError, Peer},
-    host::host_socket::HostSocket,
+    host::host_socket::{Confinement, HostSocket},
     process::running_guest::Guest,
     types::{error::chain, log_limit::SharedLogLimit},
     vm::vsock::GuestStream,
@@ -86,13 +86,14 @@ impl HostSockets {
     pub(crate) fn serve(
         guest: &Guest,
         id: &str,
+        confinement: &Confinement,
         sockets: &[Arc<HostSocket>],
         connections: &Connections,
     ) -> Self {
         let serve = |socket: &Arc<HostSocket>| {
             let service = Service {
                 guest: guest.clone(),
-                clients: Clients::Container(id.into()),
+                clients: Clients::Container { id: id.into(), confinement: confinement.clone() },
                 socket: Arc::clone(socket),
                 connections: connections.clone(),
                 log: new_log(),
@@ -123,10 +124,10 @@ pub(super) struct Service {
 #[derive(Debug, Clone)]
 pub(super) enum Clients {
     /// The container of this id, which mounts its socket.
-    Container(String),
+    Container { id: String, confinement: Confinement },
     /// All containers of the pod that mount the directory with its socket.
     OfDirectory {
-        profiles: Arc<Profiles>,
+        confinements: Arc<Confinements>,
         /// Notified when a connection has failed.
         failed: Arc<Notify>,
     },
@@ -136,7 +137,7 @@ impl Clients {
     /// None: several containers.
     fn container(&self) -> Option<&str> {
         match self {
-            Self::Container(id) => Some(id),
+            Self::Container { id, .. } => Some(id),
             Self::OfDirectory { .. } => None,
         }
     }
@@ -242,12 +243,11 @@ pub(super) async fn unless(closed: impl Future<Output = ()>, work: impl Future<O
 /// the stream tells the agent.
 async fn forward(socket: Arc<HostSocket>, clients: Clients, accepted: Accepted) -> io::Result<()> {
     let Accepted { mut stream, peer, _permit } = accepted;
-    let service = match &clients {
-        Clients::OfDirectory { profiles, .. } => {
-            socket.connect_confined(peer.uid, peer.gid, profiles.common()?.as_deref()).await?
-        }
-        Clients::Container(_) => socket.connect(peer.uid, peer.gid).await?,
+    let confinement = match &clients {
+        Clients::OfDirectory { confinements, .. } => &*confinements.of(peer.uid, peer.gid)?,
+        Clients::Container { confinement, .. } => confinement,
     };
+    let service = socket.connect(peer.uid, peer.gid, confinement).await?;
     drop((socket, clients));
     let ends = [stream.get_ref().as_fd(), service.as_fd()].map(|end| end.try_clone_to_owned());
     let [guest, host] = ends;

@@ -13,14 +13,16 @@ use std::{
     path::{Path, PathBuf},
     sync::{
         Arc, Mutex, Weak,
-        atomic::{AtomicU32, Ordering},
+        atomic::{AtomicBool, AtomicU32, Ordering},
     },
     time::Duration,
 };
 
 use bulkhead_agent_api::MAX_DIRECTORY_SOCKETS;
 use bulkhead_vmm_api::SharedSocket;
+use rustix::time::{ClockId, clock_gettime};
 use tokio::{
+    runtime::Handle,
     sync::{Notify, OwnedSemaphorePermit, Semaphore, oneshot, watch},
     task::JoinSet,
     time::{sleep, timeout},
@@ -32,7 +34,7 @@ use crate::{
     host::{
         blocking,
         directory_watch::{Changes, Watch},
-        host_socket::HostSocket,
+        host_socket::{Confinement, HostSocket},
         socket_directory::{Found, Known, Listing, SocketDirectory},
     },
     process::running_guest::Guest,
@@ -47,7 +49,14 @@ const PAUSE: Duration = if cfg!(test) { Duration::from_millis(100) } else { Dura
 const AGAIN: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 30 });
 
 /// How long the host may take to read a directory.
-const READ: Duration = Duration::from_secs(30);
+const READ: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 30 });
+
+/// How many directories of a pod are looked at at the same time. A look that hangs keeps one of the shim's threads.
+const MOST_LOOKS: usize = 4;
+
+/// For each second that a look has used of a processor, so many follow without another one. With [`MOST_LOOKS`], all
+/// looks of a pod use at most an eighth of a processor, whatever the containers make in the directories.
+const REST: u32 = 32;
 
 /// How long a container waits until its directories have been looked at.
 const FIRST_LOOK: Duration = Duration::from_secs(10);
@@ -63,6 +72,8 @@ const LOG_WINDOW: Duration = Duration::from_secs(600);
 /// The directories of a pod.
 #[derive(Debug)]
 pub(crate) struct SocketDirectories {
+    /// The configuration says that none is followed (`directory_sockets`).
+    is_off: AtomicBool,
     pod: Pod,
     /// Those that are followed, by their places in the share.
     followed: tokio::sync::Mutex<HashMap<PathBuf, Weak<Followed>>>,
@@ -72,7 +83,8 @@ pub(crate) struct SocketDirectories {
 #[derive(Debug, Clone)]
 struct Pod {
     connections: Connections,
-    profiles: Arc<Profiles>,
+    /// The looks that there may be at the same time.
+    looks: Arc<Semaphore>,
     /// The sockets that there may be.
     room: Arc<Semaphore>,
     /// The number of the next socket. None is used twice.
@@ -83,46 +95,51 @@ struct Pod {
     connecting: SharedLogLimit,
 }
 
-/// The AppArmor profiles of the containers that mount such directories. All of them reach a socket at which the agent
-/// listens, and a connection does not tell which one has made it. So they must have the same profile.
+/// Those of the containers that mount a directory. All of them reach a socket at which the agent listens in it, and a
+/// connection does not tell which one has made it. So they must have the same AppArmor profile.
 #[derive(Debug, Default)]
-pub(super) struct Profiles(Mutex<Vec<Weak<Option<String>>>>);
+pub(super) struct Confinements(Mutex<Vec<Weak<Confinement>>>);
 
-impl Profiles {
+impl Confinements {
     /// That of one container, until what is returned is dropped.
-    fn add(&self, profile: Option<String>) -> Arc<Option<String>> {
-        let profile = Arc::new(profile);
-        let mut profiles = lock(&self.0);
-        profiles.retain(|other| other.strong_count() > 0);
-        profiles.push(Arc::downgrade(&profile));
-        profile
+    fn add(&self, confinement: &Confinement) -> Arc<Confinement> {
+        let confinement = Arc::new(confinement.clone());
+        let mut all = lock(&self.0);
+        all.retain(|other| other.strong_count() > 0);
+        all.push(Arc::downgrade(&confinement));
+        confinement
     }
 
-    /// The profile of all containers.
-    pub(super) fn common(&self) -> io::Result<Option<String>> {
-        let profiles: Vec<_> = lock(&self.0).iter().filter_map(Weak::upgrade).collect();
-        let (first, others) = profiles.split_first().ok_or(ErrorKind::NotConnected)?;
-        match others.iter().all(|other| other == first) {
-            true => Ok((**first).clone()),
-            false => {
-                let reason = "the containers of the pod that mount directories of the host have different AppArmor \
-                              profiles";
-                Err(io::Error::new(ErrorKind::Unsupported, reason))
-            }
+    /// The one of a container in which a process may have this user and this group, if there is one.
+    pub(super) fn of(&self, uid: u32, gid: u32) -> io::Result<Arc<Confinement>> {
+        let mut all: Vec<_> = lock(&self.0).iter().filter_map(Weak::upgrade).collect();
+        if all.iter().any(|other| other.profile != all[0].profile) {
+            let reason =
+                "the containers of the pod that mount its directory have different AppArmor profiles";
+            return Err(io::Error::new(ErrorKind::Unsupported, reason));
         }
+        let able = all.iter().position(|confinement| confinement.allows(uid, gid)).unwrap_or(0);
+        all.drain(..).nth(able).ok_or_else(|| ErrorKind::NotConnected.into())
     }
 }
 
 /// The directories of a container, which are followed until this is dropped.
 #[derive(Debug)]
 pub(crate) struct Mounted {
-    _profile: Arc<Option<String>>,
-    _followed: Vec<Arc<Followed>>,
+    _directories: Vec<MountedOne>,
+}
+
+#[derive(Debug)]
+struct MountedOne {
+    followed: Arc<Followed>,
+    /// That of the container.
+    _confinement: Arc<Confinement>,
 }
 
 /// A directory that is followed until all of its containers have dropped this.
 #[derive(Debug)]
 struct Followed {
+    confinements: Arc<Confinements>,
     /// Dropped with this, which ends the task.
     _stop: oneshot::Sender<Infallible>,
     has_looked: watch::Receiver<bool>,
@@ -133,57 +150,71 @@ impl SocketDirectories {
     pub(crate) fn new(connections: &Connections) -> Self {
         let pod = Pod {
             connections: connections.clone(),
-            profiles: Arc::default(),
+            looks: Arc::new(Semaphore::new(MOST_LOOKS)),
             room: Arc::new(Semaphore::new(MAX_DIRECTORY_SOCKETS)),
             next: Arc::default(),
             served: SharedLogLimit::new(MAX_DIRECTORY_SOCKETS as u32, LOG_WINDOW),
             directories: SharedLogLimit::new(LOGGED, LOG_WINDOW),
             connecting: new_log(),
         };
-        Self { pod, followed: Default::default() }
+        Self { is_off: AtomicBool::new(false), pod, followed: Default::default() }
     }
 
-    /// Follows these directories for a container with this AppArmor profile. Returns when it finds the services that
-    /// are there now. None: it mounts no directories.
+    /// No directory is followed from now on.
+    pub(crate) fn turn_off(&self) {
+        self.is_off.store(true, Ordering::Relaxed);
+    }
+
+    /// Follows these directories for a container. Returns when it finds the services that are there now. None: it
+    /// mounts no directories, or none is followed.
     pub(crate) async fn follow(
         &self,
         guest: &Guest,
         directories: &[Arc<SocketDirectory>],
-        profile: Option<&str>,
+        confinement: &Confinement,
     ) -> Option<Mounted> {
-        if directories.is_empty() {
+        if directories.is_empty() || self.is_off.load(Ordering::Relaxed) {
             return None;
         }
-        let profile = self.pod.profiles.add(profile.map(str::to_owned));
-        let mut followed = Vec::new();
+        let mut mounted = Vec::new();
         for directory in directories {
-            followed.extend(self.follow_one(guest, directory).await);
+            mounted.extend(self.follow_one(guest, directory, confinement).await);
         }
         let looked = async {
-            for followed in &followed {
+            for one in &mounted {
                 // An error: the VM has ended.
-                _ = followed.has_looked.clone().wait_for(|has_looked| *has_looked).await;
+                _ = one.followed.has_looked.clone().wait_for(|has_looked| *has_looked).await;
             }
         };
         // The container does without those that are found later.
         _ = timeout(FIRST_LOOK, looked).await;
-        Some(Mounted { _profile: profile, _followed: followed })
+        Some(Mounted { _directories: mounted })
     }
 
     /// None: there are too many.
-    async fn follow_one(&self, guest: &Guest, directory: &Arc<SocketDirectory>) -> Option<Arc<Followed>> {
+    async fn follow_one(
+        &self,
+        guest: &Guest,
+        directory: &Arc<SocketDirectory>,
+        confinement: &Confinement,
+    ) -> Option<MountedOne> {
         let mut all = self.followed.lock().await;
-        if let Some(followed) = all.get(&directory.place).and_then(Weak::upgrade) {
-            return Some(followed);
-        }
-        all.retain(|_, followed| followed.strong_count() > 0);
-        if all.len() >= MOST_DIRECTORIES {
-            self.pod.note(directory, &ServeError::TooManyDirectories);
-            return None;
-        }
-        let followed = Arc::new(Follower::start(guest.clone(), directory, &self.pod));
-        all.insert(directory.place.clone(), Arc::downgrade(&followed));
-        Some(followed)
+        let known = all.get(&directory.place).and_then(Weak::upgrade);
+        let followed = match known {
+            Some(followed) => followed,
+            None => {
+                all.retain(|_, followed| followed.strong_count() > 0);
+                if all.len() >= MOST_DIRECTORIES {
+                    self.pod.note(directory, &ServeError::TooManyDirectories);
+                    return None;
+                }
+                let followed = Arc::new(Follower::start(guest.clone(), directory, &self.pod));
+                all.insert(directory.place.clone(), Arc::downgrade(&followed));
+                followed
+            }
+        };
+        let confinement = followed.confinements.add(confinement);
+        Some(MountedOne { followed, _confinement: confinement })
     }
 }
 
@@ -217,7 +248,7 @@ trait Listeners: Clone + Send + Sync + 'static {
         &self,
         socket: Arc<HostSocket>,
         pod: &Pod,
-        failed: &Arc<Notify>,
+        clients: Clients,
         closed: impl Future<Output = ()> + Send + 'static,
     ) -> impl Future<Output = ()> + Send + 'static;
 
@@ -238,13 +269,12 @@ impl Listeners for Guest {
         &self,
         socket: Arc<HostSocket>,
         pod: &Pod,
-        failed: &Arc<Notify>,
+        clients: Clients,
         closed: impl Future<Output = ()> + Send + 'static,
     ) -> impl Future<Output = ()> + Send + 'static {
-        let (profiles, failed) = (Arc::clone(&pod.profiles), Arc::clone(failed));
         let service = Service {
             guest: self.clone(),
-            clients: Clients::OfDirectory { profiles, failed },
+            clients,
             socket,
             connections: pod.connections.clone(),
             log: pod.connecting.clone(),
@@ -257,11 +287,18 @@ impl Listeners for Guest {
     }
 }
 
+/// How long this thread has used a processor.
+fn thread_time() -> Duration {
+    let time = clock_gettime(ClockId::ThreadCPUTime);
+    Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec.unsigned_abs() as u32)
+}
+
 /// Follows one directory.
 struct Follower<G> {
     guest: G,
     directory: Arc<SocketDirectory>,
     pod: Pod,
+    confinements: Arc<Confinements>,
     /// Locked while the host is asked, however long that takes.
     looking: Arc<tokio::sync::Mutex<()>>,
     /// None: it is not watched yet, or no more after an error.
@@ -310,10 +347,12 @@ impl<G: Listeners> Follower<G> {
     fn start(guest: G, directory: &Arc<SocketDirectory>, pod: &Pod) -> Followed {
         let (stop, stopped) = oneshot::channel();
         let (looked, has_looked) = watch::channel(false);
+        let confinements = Arc::<Confinements>::default();
         let follower = Self {
             guest,
             directory: Arc::clone(directory),
             pod: pod.clone(),
+            confinements: Arc::clone(&confinements),
             looking: Arc::default(),
             changes: None,
             served: HashMap::new(),
@@ -323,7 +362,7 @@ impl<G: Listeners> Follower<G> {
             failed: Arc::default(),
         };
         tokio::spawn(follower.run(stopped, looked));
-        Followed { _stop: stop, has_looked }
+        Followed { confinements, _stop: stop, has_looked }
     }
 
     async fn run(mut self, stopped: oneshot::Receiver<Infallible>, looked: watch::Sender<bool>) {
@@ -431,9 +470,22 @@ impl<G: Listeners> Follower<G> {
         let names = self.served.iter().map(|(id, served)| (*id, served.name.clone()));
         let known = Known { sockets: names.collect(), room: self.pod.room.available_permits() };
         let directory = Arc::clone(&self.directory);
+        let turn = Arc::clone(&self.pod.looks).acquire_owned();
+        let turn =
+            timeout(READ, turn).await.map_err(|_| io::Error::other("looks at other directories hang"))?;
+        // It is never closed.
+        let turn = turn.map_err(io::Error::other)?;
+        let runtime = Handle::current();
+        // It has a thread of its own.
         let look = move || {
             let _alone = alone;
-            directory.look(&watch, &known)
+            let listing = directory.look(&watch, &known);
+            let used = thread_time();
+            runtime.spawn(async move {
+                sleep(used * REST).await;
+                drop(turn);
+            });
+            listing
         };
         timeout(READ, blocking::run(look, drop)).await?.map_err(io::Error::other)?
     }
@@ -503,7 +555,9 @@ impl<G: Listeners> Follower<G> {
             // Another socket may come only when nothing more is accepted at this one.
             drop(right);
         };
-        self.services.spawn(self.guest.serve(socket, &self.pod, &self.failed, closed));
+        let (confinements, failed) = (Arc::clone(&self.confinements), Arc::clone(&self.failed));
+        let clients = Clients::OfDirectory { confinements, failed };
+        self.services.spawn(self.guest.serve(socket, &self.pod, clients, closed));
         self.served.insert(id, Served { name, number, _open: open });
         Ok(())
     }
@@ -525,6 +579,7 @@ mod tests {
     use tempfile::TempDir;
 
     use super::*;
+    use crate::types::id_mappings::IdMappings;
 
     /// A guest that does what a test says.
     #[derive(Clone, Default)]
@@ -567,7 +622,7 @@ mod tests {
             &self,
             socket: Arc<HostSocket>,
             _: &Pod,
-            _: &Arc<Notify>,
+            _: Clients,
             closed: impl Future<Output = ()> + Send + 'static,
         ) -> impl Future<Output = ()> + Send + 'static {
             lock(&self.state).sockets.push(Arc::downgrade(&socket));
@@ -642,6 +697,20 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn a_directory_waits_for_its_turn_and_its_services_go_on() {
+        let story = Story::begin(TestGuest::default());
+        let _first = story.bind("first");
+        story.until(|state| state.listened.len() == 1).await;
+        let hung = Arc::clone(&story.pod.looks).acquire_many_owned(MOST_LOOKS as u32).await.unwrap();
+        let _second = story.bind("second");
+        sleep(READ + 2 * PAUSE).await;
+        assert_eq!(lock(&story.guest.state).listened.len(), 1);
+        assert_eq!(story.accepting(), 1);
+        drop(hung);
+        story.until(|state| state.listened.len() == 2).await;
+    }
+
+    #[tokio::test]
     async fn a_guest_that_never_accepts_keeps_nothing_of_sockets_that_are_gone() {
         let story = Story::begin(TestGuest::default());
         for round in 1..=3 {
@@ -698,16 +767,32 @@ mod tests {
 
     #[test]
     fn containers_with_different_profiles_reach_nothing() {
-        let profiles = Arc::new(Profiles::default());
-        assert!(profiles.common().is_err());
-        let first = profiles.add(Some("one".into()));
-        let second = profiles.add(Some("one".into()));
-        assert_eq!(profiles.common().unwrap(), Some("one".into()));
-        let other = profiles.add(None);
-        assert_eq!(profiles.common().unwrap_err().kind(), ErrorKind::Unsupported);
+        let confinements = Confinements::default();
+        let with = |profile: Option<&str>| Confinement { profile: profile.map(str::to_owned), ids: None };
+        assert!(confinements.of(0, 0).is_err());
+        let first = confinements.add(&with(Some("one")));
+        let second = confinements.add(&with(Some("one")));
+        assert_eq!(*confinements.of(0, 0).unwrap(), with(Some("one")));
+        let other = confinements.add(&with(None));
+        assert_eq!(confinements.of(0, 0).unwrap_err().kind(), ErrorKind::Unsupported);
         drop((first, second));
-        assert_eq!(profiles.common().unwrap(), None);
+        assert_eq!(*confinements.of(0, 0).unwrap(), with(None));
         drop(other);
-        assert!(profiles.common().is_err());
+        assert!(confinements.of(0, 0).is_err());
+    }
+
+    #[test]
+    fn a_user_is_of_the_container_that_may_have_it() {
+        let confinements = Confinements::default();
+        let mapped = |first: u32| {
+            let options = ["uidmap", "gidmap"].map(|name| format!("{name}=0:{first}:10"));
+            Confinement { profile: None, ids: IdMappings::take(0, &mut options.into()).unwrap() }
+        };
+        let _both = [1000, 2000].map(|first| confinements.add(&mapped(first)));
+        assert_eq!(*confinements.of(2003, 2003).unwrap(), mapped(2000));
+        // To none, so the connection is refused.
+        assert!(!confinements.of(0, 0).unwrap().allows(0, 0));
+        let _free = confinements.add(&Confinement::default());
+        assert!(confinements.of(0, 0).unwrap().allows(0, 0));
     }
 }

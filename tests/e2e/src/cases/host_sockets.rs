@@ -16,7 +16,7 @@ use super::programs::HostCopy;
 use crate::command::Finished;
 use crate::ctr::{Host, Task};
 use crate::docker::Client;
-use crate::fixtures::scratch;
+use crate::fixtures::{CONFIGURATION, Replaced, scratch};
 use crate::pods::{Container, Pod};
 
 pub(super) const CASES: &[Case] = &[
@@ -27,6 +27,7 @@ pub(super) const CASES: &[Case] = &[
     Case::both("a_service_is_used_through_its_directory", directory),
     Case::both("a_service_that_restarts_is_found_again", restart),
     Case::both("containers_of_a_pod_find_a_service_until_the_last_ends", pod),
+    Case::bulkhead("services_are_not_reached_through_directories_if_the_configuration_says_so", turned_off),
     Case::bulkhead("a_socket_of_datagrams_is_refused_by_name", datagrams),
 ];
 
@@ -253,6 +254,21 @@ fn docker(host: &Host) -> Result<()> {
     let docker = ["/usr/bin/docker", "--host", "unix:///var/run/docker.sock"];
     let finished = container.run(&[&docker[..], &["ps", "--format", "name={{.Names}}"]].concat())?;
     finished.succeeds()?.says("name", &name)?;
+    Ok(())
+}
+
+fn turned_off(host: &Host) -> Result<()> {
+    let (service, copy) = (Service::new()?, root()?);
+    service.serve(1)?;
+    let _configured = Replaced::file(Path::new(CONFIGURATION), "directory_sockets = false\n")?;
+    let task = start_with_directory(host, &copy, &service)?;
+    python(&task, "0:0", ONE_CLIENT)?.succeeds()?.says("answer", "none")?;
+    UnixStream::connect(service.path()).context("the service does not serve")?;
+    // A mount of the socket itself is still one.
+    fs::remove_file(service.path())?;
+    service.serve(1)?;
+    let task = start(host, &copy, &service)?;
+    python(&task, "0:0", ONE_CLIENT)?.succeeds()?.says("answer", "8:false:0:0")?;
     Ok(())
 }
 
