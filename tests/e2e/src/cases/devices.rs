@@ -8,6 +8,7 @@ use serde_json::json;
 use tempfile::TempDir;
 
 use super::Case;
+use super::programs::HostCopy;
 use crate::command::Cmd;
 use crate::cri::messages as cri;
 use crate::ctr::{Host, Runtime};
@@ -18,6 +19,7 @@ use crate::pods::Pod;
 
 pub(super) const CASES: &[Case] = &[
     Case::both("fuse_and_tun_are_opened", opened),
+    Case::both("the_server_of_a_fuse_file_system_is_asked_for_a_name_before_it_creates_a_file", fuse_create),
     Case::both("a_node_has_the_specs_owner_and_mode", node),
     Case::both("a_privileged_container_starts_whatever_devices_its_host_has", privileged),
     Case::bulkhead("a_device_that_the_guest_lacks_is_refused_by_name", refused),
@@ -48,6 +50,16 @@ fn opened(host: &Host) -> Result<()> {
     let flags = ["--device", "/dev/fuse", "--device", "/dev/net/tun"];
     host.container().flags(flags).run(&["sh", "-c", OPEN])?.succeeds()?.prints("open\n")?;
     Client::of(host)?.container().flags(flags).sh(OPEN)?.succeeds()?.prints("open\n")?;
+    Ok(())
+}
+
+/// Our guest's kernel leaves that question out for virtiofs.
+fn fuse_create(host: &Host) -> Result<()> {
+    let copy = HostCopy::mount()?;
+    let flags = ["--cap-add", "CAP_SYS_ADMIN", "--device", "/dev/fuse"];
+    let container = copy.as_root_of(host.container().flags(flags));
+    let finished = container.run(&["python3", "-c", include_str!("fuse_server.py")])?;
+    finished.succeeds()?.says("results", "there exists, new is new")?.says("created", "new")?;
     Ok(())
 }
 
