@@ -6,8 +6,8 @@ use clap::{Args, Parser, Subcommand};
 use clap_complete::Shell;
 
 use crate::{
-    config_file::ConfigFile, exec::Options as ExecOptions, install::Options as InstallOptions,
-    metrics::Endpoint, run::Options as RunOptions,
+    config_file::ConfigFile, containerd::ContainerdConfig, exec::Options as ExecOptions,
+    install::Options as InstallOptions, metrics::Endpoint, run::Options as RunOptions,
 };
 
 /// Shows, checks and removes what Bulkhead has on this host.
@@ -29,13 +29,17 @@ pub(crate) struct Arguments {
 pub(crate) enum Command {
     /// Checks whether this host can run pods, and says what to do where it cannot.
     ///
-    /// Each line is ok, warn or fail. The exit status is 1 if a line is fail. A warning names something that works
-    /// less well or less securely.
+    /// Each line is ok, warn or fail. `fail` says that no pod can run, or none that docker or Kubernetes makes. `warn`
+    /// says that some pods do not run, or that something works less well or less securely. A missing runtime handler
+    /// or CNI plugin is `warn` too: pods of Kubernetes need both, but ctr and docker need neither. The exit status is 1
+    /// if a line is `fail`.
     Check {
         #[command(flatten)]
         format: Format,
         #[command(flatten)]
         config: ConfigFile,
+        #[command(flatten)]
+        containerd: ContainerdConfig,
     },
     /// Lists the pods of this host, with their processes and the memory that they use.
     ///
@@ -87,8 +91,10 @@ pub(crate) enum Command {
         ///
         /// Without it, this is `containerd`. On k3s and RKE2 it is the file to which their containerd writes its log,
         /// or, if there is none, the log of their units.
-        #[arg(long, value_name = "UNIT")]
+        #[arg(long, value_name = "UNIT", conflicts_with = "containerd_config")]
         unit: Option<String>,
+        #[command(flatten)]
+        containerd: ContainerdConfig,
         /// The most lines of the log, and of the console.
         #[arg(long, value_name = "NUMBER", default_value = "100", value_parser = clap::value_parser!(u32).range(1..=100_000))]
         lines: u32,
@@ -109,10 +115,10 @@ pub(crate) enum Command {
         /// Only pods of this namespace.
         #[arg(long, short)]
         namespace: Option<String>,
-        /// Shows first what was recorded before of the pods that exist.
+        /// First shows the events that were already recorded for existing pods.
         #[arg(long)]
         all: bool,
-        /// Shows what was recorded of the pods that exist, and ends.
+        /// Shows the recorded events of existing pods, and exits.
         #[arg(long, conflicts_with = "all")]
         once: bool,
         #[command(flatten)]
@@ -191,13 +197,21 @@ pub(crate) enum Command {
         output: PathBuf,
         #[command(flatten)]
         config: ConfigFile,
+        #[command(flatten)]
+        containerd: ContainerdConfig,
     },
     /// Configures containerd on this node, so that pods can choose Bulkhead.
     ///
-    /// Adds the handlers to containerd's configuration, and writes the manifest of a RuntimeClass. It says what it has
-    /// done. `bulkhead uninstall` undoes it.
+    /// Adds the handlers to containerd's configuration, and writes the manifest of a RuntimeClass and
+    /// /etc/bulkhead/config.toml, in which all keys are comments. Says what it has done. A configuration that
+    /// --containerd-config names must exist, and is recorded in /etc/bulkhead/containerd-config for the other commands.
+    /// /etc/containerd/config.toml is made if it is missing. `bulkhead uninstall` undoes all this.
     Install(InstallOptions),
-    /// Undoes what `bulkhead install` has done.
+    /// Undoes what `bulkhead install` has done, and removes templates and counts.
+    ///
+    /// Takes the handlers out of containerd's configuration, and removes the files in /etc/bulkhead that nobody has
+    /// changed. It also removes all templates and the counts of failures, and disables and stops
+    /// bulkhead-metrics.service. Running pods are not affected.
     Uninstall(InstallOptions),
     /// Prints the completions for a shell.
     Completions {

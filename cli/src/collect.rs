@@ -48,13 +48,19 @@ const KERNEL_WORDS: [&str; 9] =
 const MOST_LOOKED_AT: u32 = 20_000;
 
 /// Writes the archive to `path`, which must not exist.
-pub(crate) fn collect(out: &mut impl Write, path: &Path, config: &ConfigFile) -> Result<(), CommandError> {
+pub(crate) fn collect(
+    out: &mut impl Write,
+    path: &Path,
+    config: &ConfigFile,
+    containerd: &Containerd,
+) -> Result<(), CommandError> {
     let write = |source| CommandError::not_written(path, source);
     // The names of files and of programs are not for everybody.
     let file = File::options().write(true).create_new(true).mode(0o600).open(path).map_err(write)?;
     let mut archive = Archive { builder: Builder::new(file), time: now() };
     let root = Path::new(STATE_ROOT);
-    during("collecting", false, |count| fill(&mut archive, config, root, count)).map_err(write)?;
+    during("collecting", false, |count| fill(&mut archive, (config, containerd), root, count))
+        .map_err(write)?;
     let size = archive.builder.into_inner().and_then(|file| file.metadata()).map_err(write)?.len();
     writeln!(out, "wrote {} ({}): read it before you send it", path.display(), output::mib(size))
         .map_err(CommandError::Output)
@@ -62,22 +68,22 @@ pub(crate) fn collect(out: &mut impl Write, path: &Path, config: &ConfigFile) ->
 
 fn fill<W: Write>(
     archive: &mut Archive<W>,
-    config: &ConfigFile,
+    (config, containerd): (&ConfigFile, &Containerd),
     root: &Path,
     count: &Count,
 ) -> io::Result<()> {
     count.set_detail("versions");
-    archive.add("versions.txt", &versions(config))?;
+    archive.add("versions.txt", &versions(config, containerd))?;
     count.set_detail("checks");
     let mut checks = Vec::new();
-    check::print(&mut checks, &check::check(config), false)?;
+    check::print(&mut checks, &check::check(config, containerd), false)?;
     archive.add("check.txt", &String::from_utf8_lossy(&checks))?;
     match config.load() {
         Ok(config) => archive.add_json("config.json", &config.settings())?,
         Err(error) => archive.add("config.json", &chain(&error))?,
     }
     count.set_detail("handlers of containerd");
-    archive.add("containerd-handlers.json", &all_handlers())?;
+    archive.add("containerd-handlers.json", &all_handlers(containerd))?;
     count.set_detail("pods and templates");
     match pods(root) {
         Ok(pods) => archive.add_json("pods.json", &pods)?,
@@ -94,7 +100,7 @@ fn fill<W: Write>(
     count.set_detail("messages of the kernel");
     archive.add("kernel.txt", &kernel_messages())?;
     count.set_detail("messages of the shims");
-    archive.add("containerd.txt", &shim_messages())?;
+    archive.add("containerd.txt", &shim_messages(containerd))?;
     count.set_detail("state of the pods");
     let mut listing = String::new();
     state(archive, root, root, &mut listing)?;
@@ -125,7 +131,7 @@ fn now() -> u64 {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |time| time.as_secs())
 }
 
-fn versions(config: &ConfigFile) -> String {
+fn versions(config: &ConfigFile, containerd: &Containerd) -> String {
     let shown = |result: io::Result<String>| result.unwrap_or_else(|error| format!("unknown: {error}"));
     let vmm = config.load().unwrap_or_default().vmm;
     let uname = rustix::system::uname();
@@ -135,14 +141,14 @@ fn versions(config: &ConfigFile) -> String {
     format!(
         "bulkhead {VERSION}\n{}containerd {}\nkernel {}\nsystem {system}\n",
         shown(command_output::output(&vmm.to_string_lossy(), &["--version"])),
-        shown(Containerd::find(Path::new("/")).version()),
+        shown(containerd.version()),
         kernel.join(" "),
     )
 }
 
 /// Only the runtimes. The rest of containerd's configuration may have the passwords of registries.
-fn all_handlers() -> String {
-    match Containerd::find(Path::new("/")).configuration() {
+fn all_handlers(containerd: &Containerd) -> String {
+    match containerd.configuration() {
         Ok(table) => serde_json::to_string_pretty(&handlers(&table)).unwrap_or_default(),
         Err(error) => error.to_string(),
     }
@@ -159,8 +165,8 @@ fn kernel_messages() -> String {
 }
 
 /// The shims' lines in containerd's log, and containerd's own about the runtime.
-fn shim_messages() -> String {
-    let log = Containerd::find(Path::new("/")).log(Path::new("/"));
+fn shim_messages(containerd: &Containerd) -> String {
+    let log = containerd.log(Path::new("/"));
     match log.last_lines(MOST_LOOKED_AT, MOST_LINES, is_for_support) {
         Ok(lines) => lines.iter().map(|line| format!("{}\n", one_line(line))).collect(),
         Err(error) => format!("cannot read {log}: {error}"),
@@ -224,7 +230,8 @@ mod tests {
 
     fn collected(root: &Path) -> BTreeMap<String, String> {
         let mut archive = Archive { builder: Builder::new(Vec::new()), time: 0 };
-        fill(&mut archive, &ConfigFile { config: None }, root, &Count::default()).unwrap();
+        let of = (&ConfigFile { config: None }, &Containerd::of("/etc/containerd/config.toml".into()));
+        fill(&mut archive, of, root, &Count::default()).unwrap();
         let bytes = archive.builder.into_inner().unwrap();
         let mut archive = tar::Archive::new(bytes.as_slice());
         let read = |entry: io::Result<tar::Entry<'_, _>>| {
@@ -267,7 +274,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("support.tar");
         fs::write(&path, "mine").unwrap();
-        let error = collect(&mut Vec::new(), &path, &ConfigFile { config: None }).unwrap_err();
+        let containerd = Containerd::of("/etc/containerd/config.toml".into());
+        let error = collect(&mut Vec::new(), &path, &ConfigFile { config: None }, &containerd).unwrap_err();
         assert!(
             chain(&error).ends_with("it exists already; remove it, or name another file"),
             "{}",

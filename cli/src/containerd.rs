@@ -2,16 +2,20 @@
 
 use std::{
     collections::BTreeMap,
-    io,
-    path::{Path, PathBuf},
+    fs, io,
+    path::{self, Path, PathBuf},
 };
 
+use clap::Args;
 use toml::Table;
 
 use crate::{command_output, containerd_log::Log};
 
 /// The configuration that containerd reads if it is not told another one.
 pub(crate) const CONFIG: &str = "/etc/containerd/config.toml";
+
+/// Where `bulkhead install` records which configuration it was told, in one line. Removing the package tells none.
+pub(crate) const RECORD: &str = "/etc/bulkhead/containerd-config";
 
 /// Where k3s and RKE2 keep their data, if they are not told another directory.
 const DATA_OF_K3S: &str = "/var/lib/rancher/k3s";
@@ -29,6 +33,43 @@ pub(crate) const RUNTIME: &str = "io.containerd.bulkhead.v2";
 /// The CRI plugin with the handlers, in the second and in the third version of containerd's configuration.
 pub(crate) const CRI_V2: &str = "io.containerd.grpc.v1.cri";
 pub(crate) const CRI_V3: &str = "io.containerd.cri.v1.runtime";
+
+/// Which containerd a command is about.
+#[derive(Debug, Clone, PartialEq, Eq, Args)]
+pub(crate) struct ContainerdConfig {
+    /// containerd's configuration. Without this option, it is the one that `bulkhead install` was told last. If it was
+    /// told none, it is that of k3s or RKE2 if there is one, or /etc/containerd/config.toml.
+    #[arg(long, value_name = "FILE", value_parser = one_absolute_line)]
+    pub(crate) containerd_config: Option<PathBuf>,
+}
+
+impl ContainerdConfig {
+    /// The containerd of the host whose root directory is `root`.
+    pub(crate) fn containerd(&self, root: &Path) -> Containerd {
+        self.containerd_config.clone().map_or_else(|| Containerd::find(root), Containerd::of)
+    }
+}
+
+/// A path that can be recorded.
+fn one_absolute_line(text: &str) -> Result<PathBuf, String> {
+    if text.contains('\n') {
+        return Err("a line break in it cannot be recorded".into());
+    }
+    path::absolute(text).map_err(|error| error.to_string())
+}
+
+/// The configuration that `bulkhead install` was told last on the host whose root directory is `root`.
+pub(crate) fn recorded(root: &Path) -> Option<PathBuf> {
+    let record = root.join(RECORD.trim_start_matches('/'));
+    match fs::read_to_string(&record) {
+        Ok(text) => text.lines().next().filter(|line| !line.is_empty()).map(PathBuf::from),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => None,
+        Err(error) => {
+            tracing::warn!(path = %record.display(), %error, "the configuration that was told is not known");
+            None
+        }
+    }
+}
 
 /// Who starts containerd.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -48,9 +89,12 @@ pub(crate) struct Containerd {
 }
 
 impl Containerd {
-    /// The containerd that runs the pods of Kubernetes. That of k3s or RKE2 does if there is one. `root` is `/`, but
-    /// for an image and in tests.
+    /// The containerd that runs the pods of Kubernetes: the one that `bulkhead install` was told, or that of k3s or
+    /// RKE2 if there is one. `root` is `/`, but for an image and in tests.
     pub(crate) fn find(root: &Path) -> Self {
+        if let Some(told) = recorded(root) {
+            return Self::of(told);
+        }
         let generated = [DATA_OF_K3S, DATA_OF_RKE2].map(|data| Path::new(data).join(GENERATED));
         let is_there = |path: &PathBuf| root.join(path.strip_prefix("/").unwrap_or(path)).is_file();
         Self::of(generated.into_iter().find(is_there).unwrap_or_else(|| CONFIG.into()))
@@ -229,9 +273,35 @@ pub(crate) fn cni(configuration: &Table) -> Option<Cni> {
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
-
     use super::*;
+
+    #[test]
+    fn the_configuration_that_install_was_told_is_found_before_others() {
+        let dir = tempfile::tempdir().unwrap();
+        let write = |path: &str, text: &str| {
+            let path = dir.path().join(path.trim_start_matches('/'));
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        };
+        write("/var/lib/rancher/k3s/agent/etc/containerd/config.toml", "version = 3\n");
+        let none = ContainerdConfig { containerd_config: None };
+        assert_eq!(none.containerd(dir.path()).generator(), Some("k3s"));
+        write(RECORD, "/elsewhere/config.toml\n");
+        assert_eq!(none.containerd(dir.path()).config, Path::new("/elsewhere/config.toml"));
+        let named = ContainerdConfig { containerd_config: Some("/other.toml".into()) };
+        assert_eq!(named.containerd(dir.path()).config, Path::new("/other.toml"));
+        for damaged in ["", "\n/x\n"] {
+            write(RECORD, damaged);
+            assert_eq!(none.containerd(dir.path()).generator(), Some("k3s"));
+        }
+    }
+
+    #[test]
+    fn a_path_is_recorded_from_the_root_directory_on() {
+        assert_eq!(one_absolute_line("/a/b.toml"), Ok("/a/b.toml".into()));
+        assert!(one_absolute_line("b.toml").unwrap().is_absolute());
+        assert!(one_absolute_line("/a\n/b").is_err() && one_absolute_line("").is_err());
+    }
 
     #[test]
     fn a_version_is_found_in_what_each_containerd_prints() {

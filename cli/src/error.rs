@@ -86,6 +86,11 @@ pub(crate) enum CommandError {
         "there is no {path}, which {generator} generates when it starts; start {generator} first, and run this again"
     )]
     NotGenerated { path: PathBuf, generator: &'static str },
+    #[error(
+        "{path}: `bulkhead install` has put the handlers there, and it configures one containerd of a host only; run \
+         `bulkhead uninstall` first"
+    )]
+    OtherContainerd { path: PathBuf },
     #[error("{path}: the handler {handler} is there already, but for the runtime {runtime}; remove it first")]
     OtherHandler { path: PathBuf, handler: String, runtime: String },
     #[error(

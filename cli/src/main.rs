@@ -44,7 +44,6 @@ use rustix::process::geteuid;
 
 use crate::{
     args::{Arguments, Command, ConfigCommand, TemplateCommand},
-    containerd::Containerd,
     containerd_log::Log,
     error::CommandError,
     events::EventOptions,
@@ -115,8 +114,10 @@ fn run(command: Command, out: &mut impl Write, errors: &mut impl Write) -> Resul
     let root = Path::new(STATE_ROOT);
     let status = |is_well: bool| if is_well { ExitCode::SUCCESS } else { ExitCode::FAILURE };
     match command {
-        Command::Check { format, config } => {
-            let findings = progress::during("checking this host", format.json, |_| check::check(&config));
+        Command::Check { format, config, containerd } => {
+            let containerd = containerd.containerd(Path::new("/"));
+            let checked = |_: &progress::Count| check::check(&config, &containerd);
+            let findings = progress::during("checking this host", format.json, checked);
             check::print(out, &findings, format.json).map_err(CommandError::Output)?;
             return Ok(status(check::is_fit(&findings)));
         }
@@ -128,10 +129,11 @@ fn run(command: Command, out: &mut impl Write, errors: &mut impl Write) -> Resul
             let every = Duration::from_secs(every.into());
             top::top(out, root, TopOptions { every, once, json: format.json })?;
         }
-        Command::Logs { pod, namespace, unit, lines } => {
+        Command::Logs { pod, namespace, unit, containerd, lines } => {
             let (namespace, lines) = (namespace.as_deref(), lines as usize);
+            let root_directory = Path::new("/");
             let log = unit.map_or_else(
-                || Containerd::find(Path::new("/")).log(Path::new("/")),
+                || containerd.containerd(root_directory).log(root_directory),
                 |unit| Log::Journal(vec![unit]),
             );
             logs::logs(out, root, LogOptions { pod: &pod, namespace, log: &log, lines })?;
@@ -156,7 +158,9 @@ fn run(command: Command, out: &mut impl Write, errors: &mut impl Write) -> Resul
         Command::Config(ConfigCommand::Show { config, format }) => {
             listings::config_show(out, &config, format.json)?;
         }
-        Command::Collect { output, config } => collect::collect(out, &output, &config)?,
+        Command::Collect { output, config, containerd } => {
+            collect::collect(out, &output, &config, &containerd.containerd(Path::new("/")))?;
+        }
         Command::Install(options) => install::install(out, &options)?,
         Command::Uninstall(options) => install::uninstall(out, &options)?,
         Command::Completions { shell } => {

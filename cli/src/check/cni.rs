@@ -73,7 +73,7 @@ pub(super) fn network(root: &Path, configuration: &Table, generator: Option<&str
         Ok(plugins) => plugins,
         Err(error) => {
             let found = format!("{name} in {shown} cannot be read: {}", chain(&error));
-            return Finding::warn(CHECK, found, "mend it; its format is that of the CNI specification");
+            return Finding::warn(CHECK, found, "fix it; its format is that of the CNI specification");
         }
     };
     let is_in = |directory: &Path, plugin: &str| at(root, directory).join(plugin).is_file();
@@ -198,7 +198,7 @@ mod tests {
             write(root, "etc/cni/net.d/10-pods.conflist", broken);
             assert_eq!(
                 cni(root, &debian, None).remedy.unwrap(),
-                "mend it; its format is that of the CNI specification"
+                "fix it; its format is that of the CNI specification"
             );
         }
     }

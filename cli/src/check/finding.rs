@@ -26,9 +26,10 @@ pub(crate) struct Finding {
 pub(crate) enum Status {
     /// As it should be.
     Ok,
-    /// Pods run, but something works less well or less securely.
+    /// Some pods do not run, or something works less well or less securely. A runtime handler or a network that is
+    /// missing is no more than this: ctr and docker need neither, and a node may get them later.
     Warn,
-    /// Pods cannot run.
+    /// No pod can run, or none that docker or Kubernetes makes.
     Fail,
 }
 

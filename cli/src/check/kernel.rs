@@ -175,10 +175,11 @@ pub(super) fn selinux(root: &Path, labels: bool) -> Option<Finding> {
     let mode = enforce.ok().map(|text| if text.starts_with('1') { "enforcing" } else { "permissive" });
     const TURN_OFF: &str = "set enable_selinux = false for containerd's CRI plugin, and restart containerd";
     let (found, remedy) = match (mode, labels) {
-        (Some(mode), true) => (
-            format!("{mode}, and containerd labels the containers of Kubernetes, so no pod of it starts"),
-            TURN_OFF,
-        ),
+        (Some(mode), true) => {
+            let found =
+                format!("{mode}, and containerd labels the containers of Kubernetes, so no pod of it starts");
+            return Some(Finding::fail("SELinux", found, TURN_OFF));
+        }
         (Some(mode), false) => (
             format!("{mode}; Bulkhead was not tested so, and refuses containers with a label"),
             "give docker --security-opt label=disable; look for denials with `ausearch -m avc`",
@@ -286,14 +287,15 @@ mod tests {
         let on = |mode: &str| root(&[("sys/fs/selinux/enforce", mode)]);
         let off = root(&[]);
         assert_eq!(selinux(off.path(), false), None);
-        for (host, labels, found, remedy) in [
-            (on("1"), true, "enforcing, and containerd labels", "enable_selinux = false"),
-            (on("0"), true, "permissive, and containerd labels", "enable_selinux = false"),
-            (on("1"), false, "enforcing; Bulkhead was not tested", "label=disable"),
-            (off, true, "not enabled, but containerd is told", "enable_selinux = false"),
+        let (fail, warn) = (Status::Fail, Status::Warn);
+        for (host, labels, status, found, remedy) in [
+            (on("1"), true, fail, "enforcing, and containerd labels", "enable_selinux = false"),
+            (on("0"), true, fail, "permissive, and containerd labels", "enable_selinux = false"),
+            (on("1"), false, warn, "enforcing; Bulkhead was not tested", "label=disable"),
+            (off, true, warn, "not enabled, but containerd is told", "enable_selinux = false"),
         ] {
             let finding = selinux(host.path(), labels).unwrap();
-            assert!(finding.status == Status::Warn && finding.found.starts_with(found), "{finding:?}");
+            assert!(finding.status == status && finding.found.starts_with(found), "{finding:?}");
             assert!(finding.remedy.as_deref().unwrap().contains(remedy), "{finding:?}");
         }
     }

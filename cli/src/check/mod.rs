@@ -24,12 +24,11 @@ use crate::{
     run::nat::pasta,
 };
 
-/// Checks this host, with this configuration of Bulkhead.
-pub(crate) fn check(config: &ConfigFile) -> Vec<Finding> {
-    let containerd = Containerd::find(Path::new("/"));
+/// Checks this host, with this configuration of Bulkhead and this containerd.
+pub(crate) fn check(config: &ConfigFile, containerd: &Containerd) -> Vec<Finding> {
     let version = containerd.version();
     let mut findings = user(geteuid().is_root());
-    findings.extend(check_with(config, &containerd, version, || containerd.configuration()));
+    findings.extend(check_with(config, containerd, version, || containerd.configuration()));
     findings
 }
 
@@ -154,7 +153,8 @@ mod tests {
 
     #[test]
     fn this_machine_is_checked_without_a_panic() {
-        let findings = check(&ConfigFile { config: None });
+        let containerd = Containerd::of("/etc/containerd/config.toml".into());
+        let findings = check(&ConfigFile { config: None }, &containerd);
         // Nothing is asked of a containerd that is not there.
         let sometimes = ["SELinux", "not root"];
         let always = findings.iter().filter(|finding| !sometimes.contains(&finding.check.as_str())).count();

@@ -32,7 +32,7 @@ pub(super) fn version(version: io::Result<String>, generator: Option<&str>) -> F
             let found = format!("its version is not known: {}", chain(&error));
             let remedy = match error.kind() {
                 io::ErrorKind::NotFound => "install containerd 1.6, 1.7 or 2.1, with containerd in PATH",
-                _ => "run `containerd --version` as root, and mend what it complains about",
+                _ => "run `containerd --version` as root, and fix what it complains about",
             };
             return Finding::fail(check, found, remedy);
         }
@@ -105,7 +105,7 @@ pub(super) fn handler(configuration: io::Result<toml::Table>) -> Finding {
             return Finding::fail(
                 check,
                 found,
-                "run `containerd config dump` and mend what it complains about",
+                "run `containerd config dump` and fix what it complains about",
             );
         }
     };
@@ -144,7 +144,7 @@ pub(super) fn configuration(file: &ConfigFile) -> (Finding, Option<Config>) {
         Ok(config) => config,
         Err(error) => {
             let remedy = error.remedy();
-            return (Finding::error("configuration", &error, remedy.as_deref(), "mend this file"), None);
+            return (Finding::error("configuration", &error, remedy.as_deref(), "fix this file"), None);
         }
     };
     let path = file.path();

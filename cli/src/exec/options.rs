@@ -30,7 +30,7 @@ pub(crate) struct Options {
     pub(crate) env: Vec<String>,
     /// The program and its arguments.
     ///
-    /// Only after `--` its name may begin with `-`. Its arguments may always.
+    /// If the program's name begins with `-`, write it after `--`. Its arguments may begin with `-` in any case.
     #[arg(value_name = "COMMAND", trailing_var_arg = true, required = true)]
     pub(crate) command: Vec<String>,
 }

@@ -17,7 +17,7 @@ use clap::Args;
 use crate::{
     check::{self, Finding, Status},
     command_output,
-    containerd::{self, CONFIG, Containerd, RUNTIME, handlers},
+    containerd::{self, CONFIG, Containerd, ContainerdConfig, RECORD, RUNTIME, handlers, recorded},
     error::CommandError,
     exec,
     install::{
@@ -50,14 +50,13 @@ const OWN_FILES: [(&str, &str); 2] = [
 
 #[derive(Debug, Args)]
 pub(crate) struct Options {
-    /// containerd's configuration, which must exist. Without it, that of k3s or RKE2 if there is one, or
-    /// /etc/containerd/config.toml, which is made if it is missing.
-    #[arg(long, value_name = "FILE")]
-    containerd_config: Option<PathBuf>,
-    /// Restarts containerd, or k3s or RKE2, so that it reads its configuration. Containers run on.
+    #[command(flatten)]
+    containerd: ContainerdConfig,
+    /// Restarts containerd, or k3s or RKE2, so that it reads its configuration. Running containers are
+    /// not interrupted.
     #[arg(long)]
     restart: bool,
-    /// Configures the host whose root directory is here, such as that of an image. Its containerd is not executed.
+    /// Acts on the host whose root directory is here, such as that of an image. Its containerd is not executed.
     #[arg(long, value_name = "DIRECTORY", conflicts_with = "restart")]
     root: Option<PathBuf>,
 }
@@ -71,12 +70,44 @@ impl Options {
             .map_or_else(|| path.into(), |root| root.join(path.strip_prefix("/").unwrap_or(path)))
     }
 
+    fn root(&self) -> &Path {
+        self.root.as_deref().unwrap_or(Path::new("/"))
+    }
+
     /// The containerd that is configured.
     fn containerd(&self) -> Containerd {
-        match &self.containerd_config {
-            Some(path) => Containerd::of(path.clone()),
-            None => Containerd::find(self.root.as_deref().unwrap_or(Path::new("/"))),
+        self.containerd.containerd(self.root())
+    }
+
+    /// Refuses a second containerd: `bulkhead uninstall` would leave the handlers of the first one.
+    fn check_only(&self, containerd: &Containerd) -> Result<(), CommandError> {
+        let known = Containerd::find(self.root());
+        if known == *containerd {
+            return Ok(());
         }
+        for path in self.with_block(&known) {
+            if let Some(text) = read(&path)?
+                && block::remove(&path, &text)? != text
+            {
+                return Err(CommandError::OtherContainerd { path });
+            }
+        }
+        let path = self.drop_in(&known).0;
+        match read(&path)?.is_some_and(|text| block::is_ours(&text)) {
+            true => Err(CommandError::OtherContainerd { path }),
+            false => Ok(()),
+        }
+    }
+
+    /// Records the configuration that was named, for commands that name none.
+    fn record(&self, out: &mut impl Write) -> Result<(), CommandError> {
+        let Some(named) = &self.containerd.containerd_config else { return Ok(()) };
+        let (path, text) = (self.at(RECORD), format!("{}\n", named.display()));
+        if read(&path)?.as_ref() == Some(&text) {
+            return say(out, &format!("kept {}", path.display()));
+        }
+        write(&path, &text)?;
+        say(out, &format!("wrote {}", path.display()))
     }
 
     /// The file of its own for the handlers, and the directory that is imported, as containerd names it.
@@ -107,7 +138,7 @@ impl Options {
         };
         let inside = read(root)?;
         let own = OWN_FILES.map(|(name, _)| self.at(name));
-        let own = own.into_iter().chain([metrics::directory(self.root.as_deref())]);
+        let own = own.into_iter().chain([self.at(RECORD)]).chain([metrics::directory(self.root.as_deref())]);
         let of_containerd = [self.at(&containerd.config), self.drop_in(containerd).0];
         for path in of_containerd.into_iter().chain(self.with_block(containerd)).chain(own) {
             // A link that leads nowhere exists too.
@@ -124,7 +155,9 @@ impl Options {
 pub(crate) fn install(out: &mut impl Write, options: &Options) -> Result<(), CommandError> {
     let containerd = options.containerd();
     options.check_root(&containerd)?;
+    options.check_only(&containerd)?;
     let is_changed = configure(out, options, &containerd)?;
+    options.record(out)?;
     for (name, text) in OWN_FILES {
         let own = options.at(name);
         match read(&own)? {
@@ -361,6 +394,11 @@ pub(crate) fn uninstall(out: &mut impl Write, options: &Options) -> Result<(), C
             Removal::Changed => say(out, &kept(&path))?,
         }
     }
+    if recorded(options.root()).as_ref() == Some(&containerd.config) {
+        let path = options.at(RECORD);
+        remove(&path)?;
+        say(out, &format!("removed {}", path.display()))?;
+    }
     // Fails if the operator has files of his own there.
     let own = options.at(OWN_DIRECTORY);
     if fs::remove_dir(&own).is_ok() {
@@ -377,7 +415,10 @@ pub(crate) fn uninstall(out: &mut impl Write, options: &Options) -> Result<(), C
         roots.into_iter().for_each(|root| files::remove_empty(Path::new(root)));
     }
     finish(out, options, &containerd, is_changed)?;
-    say(out, "Pods that run go on. Remove the package, or the files of the archive, when none is left.")
+    say(
+        out,
+        "Running pods are not affected. Remove the package, or the files of the archive, when none is left.",
+    )
 }
 
 /// Removes the block with the handlers from a file, and the file if it has nothing else. Returns whether it was there.
@@ -483,7 +524,12 @@ mod tests {
     }
 
     fn options(root: &Path) -> Options {
-        Options { containerd_config: None, restart: false, root: Some(root.into()) }
+        named(None, root)
+    }
+
+    fn named(containerd_config: Option<&str>, root: &Path) -> Options {
+        let containerd = ContainerdConfig { containerd_config: containerd_config.map(PathBuf::from) };
+        Options { containerd, restart: false, root: Some(root.into()) }
     }
 
     fn said(act: impl FnOnce(&mut Vec<u8>) -> Result<(), CommandError>) -> String {
@@ -524,6 +570,47 @@ mod tests {
     }
 
     #[test]
+    fn what_was_installed_elsewhere_is_found_without_its_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path();
+        let at = |path: &str| root.join(path.trim_start_matches('/'));
+        for directory in ["etc/containerd", "elsewhere"] {
+            fs::create_dir_all(at(directory)).unwrap();
+            fs::write(at(directory).join("config.toml"), "version = 2\n").unwrap();
+        }
+        let before = tree(root);
+        let elsewhere = "/elsewhere/config.toml";
+        let first = said(|out| install(out, &named(Some(elsewhere), root)));
+        assert!(first.contains(&format!("wrote {}\n", at(RECORD).display())), "{first}");
+        let installed = tree(root);
+        assert!(installed[&at(elsewhere)].contains(RUNTIME) && !installed[&at(CONFIG)].contains(RUNTIME));
+        // With the name and without it.
+        for again in [named(Some(elsewhere), root), options(root)] {
+            let said = said(|out| install(out, &again));
+            assert!(said.contains("as it was") && !said.contains("wrote"), "{said}");
+            assert_eq!(tree(root), installed);
+        }
+        let refused = install(&mut Vec::new(), &named(Some(CONFIG), root)).unwrap_err().to_string();
+        assert!(refused.starts_with(&format!("{}: ", at(elsewhere).display())), "{refused}");
+        assert!(refused.ends_with("run `bulkhead uninstall` first"), "{refused}");
+        assert_eq!(tree(root), installed);
+        let removed = said(|out| uninstall(out, &options(root)));
+        assert!(removed.contains(&format!("removed {}\n", at(RECORD).display())), "{removed}");
+        assert_eq!(tree(root), before);
+        // The other way round, and for a file of its own that is imported.
+        fs::write(at(CONFIG), "version = 3\nimports = ['/etc/containerd/conf.d/*.toml']\n").unwrap();
+        install(&mut Vec::new(), &options(root)).unwrap();
+        let refused = install(&mut Vec::new(), &named(Some(elsewhere), root)).unwrap_err().to_string();
+        assert!(refused.starts_with(&format!("{}: ", at(IMPORTED).join(DROP_IN).display())), "{refused}");
+        // What was removed by hand refuses nothing.
+        fs::remove_file(at(IMPORTED).join(DROP_IN)).unwrap();
+        install(&mut Vec::new(), &named(Some(elsewhere), root)).unwrap();
+        // Another configuration than the recorded one leaves the record.
+        uninstall(&mut Vec::new(), &named(Some(CONFIG), root)).unwrap();
+        assert_eq!(recorded(root).as_deref(), Some(Path::new(elsewhere)));
+    }
+
+    #[test]
     fn what_the_operator_has_changed_is_kept() {
         let dir = tempfile::tempdir().unwrap();
         let root = dir.path();
@@ -540,8 +627,7 @@ mod tests {
     fn a_configuration_that_is_named_must_exist() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("new/config.toml");
-        let options =
-            Options { containerd_config: Some(path.clone()), root: None, ..options(Path::new("/")) };
+        let options = Options { root: None, ..named(path.to_str(), Path::new("/")) };
         let error = configure(&mut Vec::new(), &options, &options.containerd()).unwrap_err().to_string();
         assert!(error.starts_with(&format!("{}: there is no such file, so", path.display())), "{error}");
         assert!(!dir.path().join("new").exists());
@@ -656,7 +742,7 @@ mod tests {
         }
         let dir = tempfile::tempdir().unwrap();
         let path = "/data/k3s/agent/etc/containerd/config.toml";
-        let options = Options { containerd_config: Some(path.into()), ..options(dir.path()) };
+        let options = named(Some(path), dir.path());
         let error = install(&mut Vec::new(), &options).unwrap_err().to_string();
         let remedy = "which k3s generates when it starts; start k3s first";
         assert!(error.contains(remedy) && !error.contains("install"), "{error}");

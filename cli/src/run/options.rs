@@ -78,7 +78,7 @@ pub(crate) struct Options {
     pub(crate) tty: bool,
     /// The program and its arguments. With --image, they are added to its entrypoint and replace its command.
     ///
-    /// Only after `--` its name may begin with `-`. Its arguments may always.
+    /// If the program's name begins with `-`, write it after `--`. Its arguments may begin with `-` in any case.
     #[arg(value_name = "PROGRAM", trailing_var_arg = true, required_unless_present = "image")]
     pub(crate) command: Vec<String>,
 }

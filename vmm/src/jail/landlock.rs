@@ -73,16 +73,20 @@ fn missing(rules: &RulesetStatus, kernel: LandlockStatus) -> Option<String> {
     if *rules == RulesetStatus::FullyEnforced {
         return None;
     }
+    let state = match (rules, &kernel) {
+        // The kernel has the first version of the ABI, which is not used for the whole process.
+        (RulesetStatus::NotEnforced, LandlockStatus::Available { .. }) => {
+            "restricts only the threads of the VMM that serve no files"
+        }
+        (RulesetStatus::NotEnforced, _) => "does not restrict the VMM",
+        _ => "only partly restricts the VMM",
+    };
     let kernel = match kernel {
         LandlockStatus::NotImplemented => "has no Landlock".to_owned(),
         LandlockStatus::NotEnabled => "has Landlock disabled".to_owned(),
         LandlockStatus::Available { effective_abi, .. } => format!("has version {effective_abi} of its ABI"),
     };
-    let state =
-        if *rules == RulesetStatus::NotEnforced { "does not restrict" } else { "only partly restricts" };
-    Some(format!(
-        "Landlock {state} the VMM: the kernel {kernel}, and version {TESTED_ABI} (Linux 6.12) is needed"
-    ))
+    Some(format!("Landlock {state}: the kernel {kernel}, and version {TESTED_ABI} (Linux 6.12) is needed"))
 }
 
 #[cfg(test)]

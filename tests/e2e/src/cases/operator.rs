@@ -276,7 +276,8 @@ fn install_v3(_: &Host) -> Result<()> {
         bulkhead(&["install", "--containerd-config", &file])?.succeeds()?;
         let dump = Cmd::new("containerd").args(["--config", &file, "config", "dump"]).run()?;
         let is_there = drop_in.exists();
-        let uninstalled = bulkhead(&["uninstall", "--containerd-config", &file])?;
+        // The installation has recorded the file.
+        let uninstalled = bulkhead(&["uninstall"])?;
         uninstalled.succeeds()?;
         let dumped = dump.succeeds()?.text();
         for handler in ["bulkhead", "bulkhead-sandbox", "runc"] {
@@ -319,7 +320,11 @@ fn has_message(text: &str, message: &str) -> bool {
 type Provocation = (&'static str, fn(&Host) -> Result<Finished>);
 
 /// The beginning of each message, and how it is provoked.
-const PROVOCATIONS: [Provocation; 18] = [
+const PROVOCATIONS: [Provocation; 19] = [
+    // containerd remembers where it has found the shim of a runtime. So this is one that it has not looked for yet.
+    ("binary not installed", |host| {
+        host.container().flags(["--runtime", "io.containerd.bulkhead-missing.v2"]).run(&["true"])
+    }),
     ("KVM is missing", |host| {
         let _away = MovedAway::file(Path::new("/dev/kvm"))?;
         host.run(&["true"])
@@ -475,7 +480,7 @@ mod tests {
     ];
 
     /// Words of the page that nobody says: commands of others, options, files, and keys with a value.
-    const NO_MESSAGES: [&str; 33] = [
+    const NO_MESSAGES: [&str; 36] = [
         "->",
         "warn",
         "docker inspect --format '{{.Id}}' NAME",
@@ -509,6 +514,9 @@ mod tests {
         "containerd config default > /etc/containerd/config.toml",
         "cri",
         "disabled_plugins",
+        "/etc/docker/daemon.json",
+        "k3s",
+        "rke2",
     ];
 
     #[test]

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 
 use super::commands::{hidden, show};
 use super::kubernetes_page;
@@ -18,8 +18,10 @@ use crate::progress::step;
 use crate::rig::{Payload, Put, Rig, Session};
 use crate::tools::Tools;
 
-/// The directory that has the archive, the manifests and the Dockerfile, as the quick start says.
-const DIRECTORY: &str = "/root/manifests";
+/// What is of a clone here: the manifests, the Dockerfile and the archive, where the quick start takes them from.
+const CLONE: &str = "/root/clone";
+/// The directory in it that the quick start makes.
+const DIRECTORY: &str = "/root/clone/install";
 const IMAGES: &str = "/root/busybox-oci.tar";
 
 /// The registry that the quick start names. It does not exist.
@@ -36,8 +38,11 @@ pub(super) fn run(cache: &Cache, tools: &Tools, dist: &Dist, archive: &Path) -> 
     let images = dist.root().join(TESTS).join("busybox-oci.tar");
     let name = archive.file_name().and_then(|name| name.to_str()).context("the archive has no name")?;
     let manifests = source_dir().join("contrib/kubernetes");
-    let files =
-        [put(archive, &format!("{DIRECTORY}/{name}")), put(&images, IMAGES), put(&manifests, DIRECTORY)];
+    let files = [
+        put(archive, &format!("{CLONE}/target/package/{name}")),
+        put(&images, IMAGES),
+        put(&manifests, &format!("{CLONE}/contrib/kubernetes")),
+    ];
     let payload = Payload::new(cache, &files)?;
     let rig = Rig::ensure(cache, tools)?;
     let mut session = step("starting a bare host", || rig.start(&payload))?;
@@ -86,13 +91,8 @@ const REMOVE: &str =
 /// Makes the image by the commands of the quick start, and gives it to containerd, as a pull would. Returns its name,
 /// which both manifests must have.
 fn build_image(session: &mut Session) -> Result<String> {
-    let page = kubernetes_page::text()?;
-    let commands = kubernetes_page::commands(&page);
-    for (program, registry) in [("sed -i ", "REGISTRY"), ("docker build ", REGISTRY)] {
-        let command = commands.iter().find(|command| command.starts_with(program));
-        let command = command.with_context(|| format!("the quick start has no `{program}`"))?;
-        show(session, &format!("cd {DIRECTORY} && {}", command.replace("REGISTRY", registry)))?;
-    }
+    let script = commands_of_image(&kubernetes_page::text()?)?;
+    show(session, &format!("set -e; cd {CLONE}\n{script}"))?;
     let names =
         hidden(session, &format!("cd {DIRECTORY} && sed -n 's/^ *image: //p' *.yaml | sort --unique"))?;
     let name = names.trim_end();
@@ -102,6 +102,17 @@ fn build_image(session: &mut Session) -> Result<String> {
     );
     hidden(session, &format!("docker image save {name} | ctr image import -"))?;
     Ok(name.to_owned())
+}
+
+/// The commands of the page that make the image. There is no registry to push it to.
+fn commands_of_image(page: &str) -> Result<String> {
+    let commands = kubernetes_page::commands(page);
+    let first = commands.iter().position(|command| command.starts_with("mkdir "));
+    let last = commands.iter().position(|command| command.starts_with("docker build "));
+    match (first, last) {
+        (Some(first), Some(last)) if first < last => Ok(commands[first..=last].join("\n")),
+        _ => bail!("the quick start does not make the image"),
+    }
 }
 
 /// Runs the script as the container of the DaemonSet, until it has said `end`. Returns all that it has said.
@@ -152,6 +163,15 @@ fn block(yaml: &str) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_image_is_made_by_the_commands_of_the_quick_start() {
+        let script = commands_of_image(&kubernetes_page::text().unwrap()).unwrap();
+        let begins = ["mkdir install && ", &format!("REGISTRY={REGISTRY}"), "sed -i ", "docker build "];
+        assert_eq!(script.lines().count(), begins.len(), "{script}");
+        assert!(script.lines().zip(begins).all(|(line, begin)| line.starts_with(begin)), "{script}");
+        assert!(commands_of_image("    docker build .\n    mkdir install\n").is_err());
+    }
 
     #[test]
     fn the_script_of_a_manifest_is_found_and_quoted() {

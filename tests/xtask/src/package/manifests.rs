@@ -53,6 +53,15 @@ fn schema(kind: &str) -> Value {
                 },
             },
         }),
+        "v1 Pod" => json!({
+            "apiVersion": "text",
+            "kind": "text",
+            "metadata": metadata,
+            "spec": {
+                "runtimeClassName": "text",
+                "containers": [{ "name": "text", "image": "text", "command": ["text"] }],
+            },
+        }),
         _ => panic!("no manifest may be of the kind {kind:?}"),
     }
 }
@@ -112,22 +121,33 @@ fn file(name: &str) -> Value {
     of_files().into_iter().find(|(found, _)| found == name).unwrap().1
 }
 
-/// All blocks of YAML of the pages.
+/// All documents in blocks of YAML of the pages.
 fn of_pages() -> Vec<(String, Value)> {
     let mut blocks = Vec::new();
     for page in PAGES {
         for block in source(page).split("```yaml\n").skip(1) {
-            blocks.push((page.to_owned(), parsed(block.split("```").next().unwrap())));
+            let documents = block.split("```").next().unwrap().split("---\n");
+            blocks.extend(documents.map(|document| (page.to_owned(), parsed(document))));
         }
     }
     blocks
 }
 
-/// The handlers that a file of containerd's configuration has, which are those that `bulkhead install` adds.
-fn handlers(name: &str, plugin: &str) -> BTreeSet<String> {
-    let table: toml::Table = source(&format!("contrib/containerd/{name}")).parse().unwrap();
-    let runtimes = &table["plugins"][plugin]["containerd"]["runtimes"];
-    runtimes.as_table().unwrap().keys().cloned().collect()
+/// The handlers that a configuration of containerd has.
+fn handlers(configuration: &str, plugin: &str) -> BTreeSet<String> {
+    let table: toml::Table = configuration.parse().unwrap();
+    let runtimes = table.get("plugins").and_then(|plugins| plugins.get(plugin));
+    let runtimes = runtimes.map(|plugin| &plugin["containerd"]["runtimes"]);
+    runtimes.iter().flat_map(|runtimes| runtimes.as_table().unwrap().keys().cloned()).collect()
+}
+
+/// The handlers that `bulkhead install` adds, and those that a page shows how to add. Each version of containerd's
+/// configuration has its own plugin.
+fn all_handlers(file: &str, plugin: &str) -> BTreeSet<String> {
+    let pages = PAGES.map(source);
+    let blocks = pages.iter().flat_map(|page| page.split("```toml\n").skip(1));
+    let shown = blocks.flat_map(|block| handlers(block.split("```").next().unwrap(), plugin));
+    handlers(&source(&format!("contrib/containerd/{file}")), plugin).into_iter().chain(shown).collect()
 }
 
 #[test]
@@ -165,17 +185,22 @@ fn a_field_that_is_wrong_is_found() {
 }
 
 #[test]
-fn a_runtime_class_names_a_handler_that_install_adds() {
-    let of_2 = handlers("config-2.toml", "io.containerd.grpc.v1.cri");
-    let of_3 = handlers("config-3.toml", "io.containerd.cri.v1.runtime");
-    let classes = of_files().into_iter().chain(of_pages()).filter(|(_, it)| it["kind"] == "RuntimeClass");
-    let mut seen = 0;
-    for (place, class) in classes {
+fn a_runtime_class_names_a_handler_that_is_added_and_a_pod_a_class() {
+    let of_2 = all_handlers("config-2.toml", "io.containerd.grpc.v1.cri");
+    let of_3 = all_handlers("config-3.toml", "io.containerd.cri.v1.runtime");
+    assert!(of_2.len() >= 2 && of_3.len() >= 3, "{of_2:?} and {of_3:?}");
+    let all: Vec<_> = of_files().into_iter().chain(of_pages()).collect();
+    let of_kind = |kind: &str| all.iter().filter(move |(_, it)| it["kind"] == kind).collect::<Vec<_>>();
+    let (classes, pods) = (of_kind("RuntimeClass"), of_kind("Pod"));
+    assert!(classes.len() >= 4 && !pods.is_empty(), "{classes:?} and {pods:?}");
+    for (place, class) in &classes {
         let handler = class["handler"].as_str().unwrap();
         assert!(of_2.contains(handler) && of_3.contains(handler), "{place}: {handler}");
-        seen += 1;
     }
-    assert!(seen >= 3, "only {seen} classes are found");
+    for (place, pod) in pods {
+        let named = &pod["spec"]["runtimeClassName"];
+        assert!(classes.iter().any(|(_, class)| class["metadata"]["name"] == *named), "{place}: {named}");
+    }
 }
 
 #[test]
@@ -216,7 +241,7 @@ fn a_daemon_set_selects_its_own_pods_and_the_commands_of_the_page_name_it() {
         let container = &template["spec"]["containers"][0];
         let image = format!("REGISTRY/bulkhead-install:{VERSION}");
         assert_eq!(container["image"], image.as_str());
-        assert!(page.contains(&format!("docker build --tag {image} .\n")), "{image}");
+        assert!(page.contains(&format!("docker build --tag ${image} .\n")), "{image}");
         let volumes = |list: &Value| -> BTreeSet<String> {
             list.as_array().unwrap().iter().map(|it| it["name"].as_str().unwrap().to_owned()).collect()
         };

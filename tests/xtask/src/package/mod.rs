@@ -42,7 +42,7 @@ const SHARE: &str = "usr/local/share";
 const PICTURES: &str = "docs/pictures";
 
 /// Documents of the source tree, and their names below `share/doc/bulkhead`.
-const DOCUMENTS: [(&str, &str); 37] = [
+const DOCUMENTS: [(&str, &str); 38] = [
     ("CHANGELOG.md", "CHANGELOG.md"),
     ("CONTRIBUTING.md", "CONTRIBUTING.md"),
     ("LICENSE", "LICENSE"),
@@ -50,6 +50,7 @@ const DOCUMENTS: [(&str, &str); 37] = [
     ("SECURITY.md", "SECURITY.md"),
     ("docs/architecture.md", "docs/architecture.md"),
     ("docs/benchmarks.md", "docs/benchmarks.md"),
+    ("docs/comparison.md", "docs/comparison.md"),
     ("docs/conformance.md", "docs/conformance.md"),
     ("docs/counts.md", "docs/counts.md"),
     ("docs/fields.md", "docs/fields.md"),

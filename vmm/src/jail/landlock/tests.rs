@@ -78,14 +78,16 @@ impl Kernel {
     fn stand(self, shares: &[&Path]) {
         self.play();
         let (state, kernel) = match self.0 {
-            version @ 2..6 => ("only partly restricts", format!("has version {version} of its ABI")),
-            1 => ("does not restrict", "has version 1 of its ABI".to_owned()),
-            answer if answer == -libc::ENOSYS => ("does not restrict", "has no Landlock".to_owned()),
-            answer if answer < 0 => ("does not restrict", "has Landlock disabled".to_owned()),
+            version @ 2..6 => ("only partly restricts the VMM", format!("has version {version} of its ABI")),
+            1 => (
+                "restricts only the threads of the VMM that serve no files",
+                "has version 1 of its ABI".to_owned(),
+            ),
+            answer if answer == -libc::ENOSYS => ("does not restrict the VMM", "has no Landlock".to_owned()),
+            answer if answer < 0 => ("does not restrict the VMM", "has Landlock disabled".to_owned()),
             _ => return assert_eq!(restrict_process(shares).unwrap(), None),
         };
-        let warning =
-            format!("Landlock {state} the VMM: the kernel {kernel}, and version 6 (Linux 6.12) is needed");
+        let warning = format!("Landlock {state}: the kernel {kernel}, and version 6 (Linux 6.12) is needed");
         assert_eq!(restrict_process(shares).unwrap(), Some(warning));
     }
 
