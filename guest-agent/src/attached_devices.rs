@@ -8,9 +8,16 @@ const PREFIX: &str = "virtio-mmio.";
 const BIND: &str = "/sys/bus/platform/drivers/virtio-mmio/bind";
 const UNBIND: &str = "/sys/bus/platform/drivers/virtio-mmio/unbind";
 
+/// The functions of the PCI bus, if the VM has one, and what makes the kernel look for new ones.
+const FUNCTIONS: &str = "/sys/bus/pci/devices";
+const RESCAN: &str = "/sys/bus/pci/rescan";
+
 /// Has the kernel look again at the places in which it has found no device. A device that is there now is ready
 /// afterwards.
 pub(crate) fn probe() -> io::Result<()> {
+    if fs::read_dir(FUNCTIONS).is_ok_and(|mut functions| functions.next().is_some()) {
+        return fs::write(RESCAN, "1");
+    }
     for entry in fs::read_dir(DEVICES)? {
         let entry = entry?;
         let name = entry.file_name();
@@ -30,11 +37,16 @@ pub(crate) fn probe() -> io::Result<()> {
 /// that [`probe`] finds its place empty.
 pub(crate) fn forget(device: &Path) -> io::Result<()> {
     let device = fs::canonicalize(device)?;
-    let place = device
-        .parent()
-        .and_then(Path::file_name)
-        .filter(|name| name.as_encoded_bytes().starts_with(PREFIX.as_bytes()));
+    let place = device.parent().and_then(Path::file_name);
     let place =
         place.ok_or_else(|| io::Error::other(format!("{} has no place on the bus", device.display())))?;
+    // A function of the PCI bus goes with its driver. A place on the command line stays.
+    let remove = Path::new(FUNCTIONS).join(place).join("remove");
+    if remove.exists() {
+        return fs::write(remove, "1");
+    }
+    if !place.as_encoded_bytes().starts_with(PREFIX.as_bytes()) {
+        return Err(io::Error::other(format!("{} has no place on the bus", device.display())));
+    }
     fs::write(UNBIND, place.as_encoded_bytes())
 }

@@ -29,6 +29,14 @@ pub const MMIO_HOLE_END: u64 = 0x1_0000_0000;
 pub const VIRTIO_MMIO_START: u64 = 0xd000_0000;
 /// Each device has a page, so that a guest can map it separately.
 pub const VIRTIO_MMIO_SIZE: u64 = 0x1000;
+/// The address of the memory of the first PCI function. The others follow in steps of [`PCI_SIZE`].
+pub const PCI_START: u32 = 0xd100_0000;
+/// The bytes of the memory of a PCI function.
+pub const PCI_SIZE: u32 = 0x4000;
+/// The functions of the PCI bus: one in each slot after the bridge to the host.
+pub const PCI_FUNCTIONS: u32 = 31;
+/// The most interrupts of a PCI function.
+pub const PCI_VECTORS: u32 = 16;
 /// The first interrupt (GSI) of virtio devices. 0 to 4 are the timer, the keyboard, the cascade and the serial ports
 /// of a PC.
 pub const FIRST_VIRTIO_GSI: u32 = 5;
@@ -63,9 +71,25 @@ pub fn virtio_gsi(slot: u32) -> Option<u32> {
     }
 }
 
+/// The address of a PCI function's memory, and its first interrupt (GSI). The interrupts come after those of the
+/// IOAPIC. None: there is no such function.
+pub fn pci_function(function: u32) -> Option<(u32, u32)> {
+    let place = (PCI_START + function * PCI_SIZE, LAST_GSI + 1 + function * PCI_VECTORS);
+    (function < PCI_FUNCTIONS).then_some(place)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn each_pci_function_has_memory_and_interrupts_of_its_own() {
+        let functions: Vec<_> = (0..).map_while(pci_function).collect();
+        assert_eq!(functions.len(), 31);
+        assert_eq!((functions[0], functions[1]), ((0xd100_0000, 24), (0xd100_4000, 40)));
+        let (address, gsi) = functions[30];
+        assert!(address + PCI_SIZE <= IOAPIC_ADDRESS && gsi + PCI_VECTORS <= 1024);
+    }
 
     #[test]
     fn each_virtio_device_has_an_interrupt_and_none_that_of_the_clock() {

@@ -20,7 +20,7 @@ pub const CONFIG_PATH: &str = "/etc/bulkhead/config.toml";
 const DROP_INS: &str = "d";
 
 /// The keys of the configuration, for a message about one that is not among them.
-const KEYS: [&str; 15] = [
+const KEYS: [&str; 16] = [
     "kernel",
     "initramfs",
     "vmm",
@@ -30,6 +30,7 @@ const KEYS: [&str; 15] = [
     "unlimited_memory_mib",
     "max_memory_mib",
     "hugepages",
+    "transport",
     "templates",
     "exclusive_roots",
     "console",
@@ -85,6 +86,8 @@ pub struct Config {
     /// Take the VMs' memory from the host's pool of 2 MiB pages. A template's pages are private mappings of a file,
     /// which these cannot be, so such VMs boot, whatever `templates` says.
     pub hugepages: bool,
+    /// How the drivers of the guest reach the virtio devices.
+    pub transport: Transport,
     /// Start VMs as clones of one that was saved when it had booted, where nothing speaks against it.
     pub templates: bool,
     /// Nobody but the guest changes the files of roots that are directories of the host. So the guest may cache them
@@ -99,6 +102,16 @@ pub struct Config {
     pub log_format: LogFormat,
     /// The keys that a pod may set by an annotation.
     pub allowed_annotations: Vec<String>,
+}
+
+/// Values of `transport`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Transport {
+    /// A page of registers and an interrupt line for each device.
+    Mmio,
+    /// A PCI bus, and an interrupt message for each queue.
+    Pci,
 }
 
 /// Values of `log_level`.
@@ -148,6 +161,7 @@ impl Default for Config {
             unlimited_memory_mib: None,
             max_memory_mib: None,
             hugepages: false,
+            transport: Transport::Mmio,
             templates: true,
             exclusive_roots: false,
             console: false,
@@ -429,7 +443,7 @@ mod tests {
         let config = load(
             "kernel='/k'\ninitramfs='/i'\nvmm='/v'\nvcpus=2\nmax_vcpus=4\nmemory_mib=512\nunlimited_memory_mib=768\n\
              max_memory_mib=1024\n\
-             hugepages=true\ntemplates=false\nexclusive_roots=true\nconsole=true\nlog_level='debug'\n\
+             hugepages=true\ntransport='pci'\ntemplates=false\nexclusive_roots=true\nconsole=true\nlog_level='debug'\n\
              log_format='json'\nallowed_annotations=['console','vcpus']\n",
         )
         .unwrap();
@@ -447,6 +461,7 @@ mod tests {
                 unlimited_memory_mib: Some(768),
                 max_memory_mib: Some(1024),
                 hugepages: true,
+                transport: Transport::Pci,
                 templates: false,
                 exclusive_roots: true,
                 console: true,

@@ -136,6 +136,10 @@ fn vm_config(config: &Config, request: VmRequest) -> VmConfig {
         netns: request.netns,
         nics: vec![NicConfig { tap: CardNumber(0).tap(), mac: CardNumber(0).mac() }],
         cgroup_procs: request.cgroup_procs,
+        transport: match config.transport {
+            crate::types::config::Transport::Mmio => bulkhead_vmm_api::Transport::Mmio,
+            crate::types::config::Transport::Pci => bulkhead_vmm_api::Transport::Pci,
+        },
         save_to: None,
         restore_from: None,
     }

@@ -16,7 +16,7 @@ use bulkhead_vmm::{
     GuestMemory,
     bus::BusDevice,
     memory,
-    virtio::{VirtioDevice, mmio::MmioTransport},
+    virtio::{VirtioDevice, mmio::MmioTransport, slot::Transport},
 };
 use nix::sys::signal::{SigHandler, Signal, signal};
 use vm_memory::{Bytes, GuestAddress};
@@ -66,7 +66,7 @@ pub struct Buffer {
 
 /// A device, its transport and the memory of its guest.
 pub struct Guest {
-    transport: Arc<MmioTransport>,
+    transport: Arc<Transport>,
     memory: GuestMemory,
     /// The name of the device's thread, by which it is found. There is one guest at a time.
     worker: &'static str,
@@ -93,7 +93,7 @@ impl Guest {
         let sizes = device.queue_sizes().to_vec();
         let line = EventFd::new(EFD_NONBLOCK)?;
         let transport = MmioTransport::new(device, memory.clone(), line).map_err(io::Error::other)?;
-        let transport = Arc::new(transport);
+        let transport = Arc::new(Transport::Mmio(transport));
         let next_avail = vec![0; sizes.len()];
         meddle::begin(&memory);
         Ok(Self {
@@ -108,7 +108,7 @@ impl Guest {
     }
 
     /// The transport of the device.
-    pub fn transport(&self) -> &Arc<MmioTransport> {
+    pub fn transport(&self) -> &Arc<Transport> {
         &self.transport
     }
 
@@ -255,7 +255,7 @@ impl Guest {
     /// Notifies the device, and waits until it is idle.
     pub fn kick(&self, queue: usize) {
         // KVM signals the eventfd like this. It does not write to the register.
-        if let Some(kick) = self.transport.kicks().get(queue) {
+        if let Some(kick) = self.transport.core().kicks().get(queue) {
             let _ = kick.write(1);
         }
         self.settle();

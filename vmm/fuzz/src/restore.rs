@@ -177,7 +177,7 @@ fn change(input: &mut Input, value: &mut Value) {
 fn restore(dir: &Path) -> Result<Guest, Box<dyn Error>> {
     let saved = Saved::open(dir, &config()?)?;
     let guest = Guest::with_memory(saved.memory()?, Box::new(Rng::new()?), "rng")?;
-    saved.restore_devices(std::slice::from_ref(guest.transport()))?;
+    saved.restore_devices(std::slice::from_ref(guest.transport()), None)?;
     Ok(guest)
 }
 

@@ -53,9 +53,22 @@ pub struct MmioDevice {
     pub gsi: u32,
 }
 
+/// How the kernel finds the virtio devices.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Devices<'d> {
+    /// Each is on the command line. The kernel does not look for a PCI bus.
+    Mmio(&'d [MmioDevice]),
+    /// They are on the PCI bus.
+    Pci,
+}
+
+/// The kernel accesses the bus by mechanism 1, without a test of it, and does not look for chips with faults.
+const PCI: &str = "pci=conf1,noearly";
+const NO_PCI: &str = "pci=off";
+
 /// Builds the command line of a guest with these `devices`. The `extra` arguments come last, so that they override
 /// others.
-pub fn build(console: bool, devices: &[MmioDevice], extra: &[String]) -> Result<Cmdline, CmdlineError> {
+pub fn build(console: bool, devices: Devices<'_>, extra: &[String]) -> Result<Cmdline, CmdlineError> {
     let error = |word: &str| {
         let word = word.to_owned();
         move |source| CmdlineError { word, source }
@@ -76,10 +89,18 @@ pub fn build(console: bool, devices: &[MmioDevice], extra: &[String]) -> Result<
         add("earlyprintk=ttyS0,115200,keep")?;
         add("8250.nr_uarts=0")?;
     }
-    for device in devices {
-        cmdline
-            .add_virtio_mmio_device(layout::VIRTIO_MMIO_SIZE, GuestAddress(device.address), device.gsi, None)
-            .map_err(error("virtio_mmio.device"))?;
+    add(if devices == Devices::Pci { PCI } else { NO_PCI })?;
+    if let Devices::Mmio(devices) = devices {
+        for device in devices {
+            cmdline
+                .add_virtio_mmio_device(
+                    layout::VIRTIO_MMIO_SIZE,
+                    GuestAddress(device.address),
+                    device.gsi,
+                    None,
+                )
+                .map_err(error("virtio_mmio.device"))?;
+        }
     }
     for word in extra {
         cmdline.insert_str(word).map_err(error(word))?;
@@ -92,7 +113,7 @@ mod tests {
     use super::*;
 
     fn text(console: bool, devices: &[MmioDevice], extra: &[String]) -> String {
-        build(console, devices, extra).unwrap().as_cstring().unwrap().into_string().unwrap()
+        build(console, Devices::Mmio(devices), extra).unwrap().as_cstring().unwrap().into_string().unwrap()
     }
 
     #[test]
@@ -117,10 +138,17 @@ mod tests {
     }
 
     #[test]
+    fn the_kernel_looks_for_a_bus_only_if_there_is_one() {
+        let line = build(false, Devices::Pci, &[]).unwrap().as_cstring().unwrap().into_string().unwrap();
+        assert!(line.ends_with(" pci=conf1,noearly"), "{line}");
+        assert!(text(false, &[], &[]).ends_with(" pci=off"));
+    }
+
+    #[test]
     fn a_word_that_the_kernel_could_not_read_is_named() {
-        let error = build(false, &[], &["a\nb".into()]).unwrap_err();
+        let error = build(false, Devices::Mmio(&[]), &["a\nb".into()]).unwrap_err();
         assert!(error.to_string().contains("\"a\\nb\""), "{error}");
-        let error = build(false, &[], &["x".repeat(4096)]).unwrap_err();
+        let error = build(false, Devices::Mmio(&[]), &["x".repeat(4096)]).unwrap_err();
         assert!(error.to_string().starts_with("kernel_args"), "{error}");
     }
 

@@ -20,7 +20,13 @@ use serde::{Deserialize, Serialize};
 use self::{
     error::refused, text_file::read_text, vcpu_state::VcpuState, vm_state::VmState, working_set::Pieces,
 };
-use crate::{GuestMemory, arch::cpuid, memory::Size, virtio::mmio::MmioTransport};
+use crate::{
+    GuestMemory,
+    arch::cpuid,
+    memory::Size,
+    plug::KvmRoutes,
+    virtio::{pci_bus::PciHost, slot::Transport},
+};
 
 mod device_state;
 mod error;
@@ -71,6 +77,10 @@ pub enum RestoreError {
     Shape { what: &'static str, saved: usize, wanted: usize },
     #[error("restore_from: the VM was saved with other kernel_args")]
     KernelArgs,
+    #[error("restore_from: the VM was saved with another transport")]
+    Transport,
+    #[error("restore_from: KVM does not take the interrupt messages of the saved devices")]
+    Messages(#[from] io::Error),
     #[error("restore_from: the VM was saved on a host whose KVM or processor has other features")]
     Processor,
     #[error(
@@ -99,6 +109,9 @@ fn check_shape(saved: &Shape, wanted: &Shape) -> Result<(), RestoreError> {
     if let Some((what, saved, wanted)) = numbers.into_iter().find(|(_, saved, wanted)| saved != wanted) {
         return Err(RestoreError::Shape { what, saved, wanted });
     }
+    if saved.transport != wanted.transport {
+        return Err(RestoreError::Transport);
+    }
     if saved.kernel_args == wanted.kernel_args { Ok(()) } else { Err(RestoreError::KernelArgs) }
 }
 
@@ -112,6 +125,9 @@ struct State {
     vcpus: Vec<VcpuState>,
     /// In the order of their addresses.
     devices: Vec<DeviceState>,
+    /// The address that the guest has written to the PCI bus last, if there is one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pci_address: Option<u32>,
     memory: Vec<Extent>,
 }
 
@@ -139,7 +155,9 @@ pub struct StoppedVm<'v> {
     pub fd: &'v VmFd,
     pub memory: &'v GuestMemory,
     /// In the order of their addresses.
-    pub devices: &'v [Arc<MmioTransport>],
+    pub devices: &'v [Arc<Transport>],
+    /// The PCI bus, if the devices are on one.
+    pub pci: Option<&'v PciHost>,
 }
 
 impl Saver {
@@ -180,6 +198,7 @@ impl Saver {
             machine: VmState::save(vm.fd)?,
             vcpus,
             devices,
+            pci_address: vm.pci.map(PciHost::address),
             memory: save_memory(vm.memory, &mut self.memory).map_err(written("memory"))?,
         };
         let mut file = BufWriter::new(self.state);
@@ -268,18 +287,39 @@ impl Saved {
         Ok(self.state.machine.restore(vm)?)
     }
 
-    /// Restores the devices. Call this last, because a device may interrupt the guest at once, and before the guest
-    /// runs.
-    pub fn restore_devices(&self, devices: &[Arc<MmioTransport>]) -> Result<(), RestoreError> {
+    /// Restores the devices, and the PCI bus that they are on. Call this last, because a device may interrupt the guest
+    /// at once, and before the guest runs.
+    pub fn restore_devices(
+        &self,
+        devices: &[Arc<Transport>],
+        pci: Option<Bus<'_>>,
+    ) -> Result<(), RestoreError> {
         let (saved, wanted) = (self.state.devices.len(), devices.len());
         if saved != wanted {
             return Err(RestoreError::Shape { what: "devices", saved, wanted });
         }
-        for (index, (device, state)) in devices.iter().zip(&self.state.devices).enumerate() {
-            state.restore(device).map_err(|source| RestoreError::Device { index, source })?;
+        let all = |restore: fn(&DeviceState, &Transport) -> io::Result<()>| {
+            devices.iter().zip(&self.state.devices).enumerate().try_for_each(|(index, (device, state))| {
+                restore(state, device).map_err(|source| RestoreError::Device { index, source })
+            })
+        };
+        match pci {
+            None => all(DeviceState::prepare)?,
+            Some(Bus { host, routes }) => {
+                host.set_address(self.state.pci_address.unwrap_or_default());
+                routes.batch(|| all(DeviceState::prepare))?;
+            }
         }
-        Ok(())
+        all(DeviceState::restore)
     }
+}
+
+/// The PCI bus of a VM.
+#[derive(Clone, Copy)]
+pub struct Bus<'v> {
+    pub host: &'v PciHost,
+    /// Where the messages of its functions go.
+    pub routes: &'v KvmRoutes,
 }
 
 #[cfg(test)]
@@ -317,6 +357,7 @@ mod tests {
                 machine: VmState::default(),
                 vcpus: Vec::new(),
                 devices: Vec::new(),
+                pci_address: None,
                 memory: save_memory(&memory, &mut create(host.path(MEMORY_FILE)).unwrap()).unwrap(),
             };
             fs::write(host.path(STATE_FILE), serde_json::to_vec(&state).unwrap()).unwrap();
@@ -391,6 +432,8 @@ mod tests {
         assert_eq!(changed(|config| config.vcpus = 2), expected);
         let expected = "restore_from: the VM was saved with 64 MiB of memory, the configuration has 128";
         assert_eq!(changed(|config| config.memory_mib = 128), expected);
+        let expected = "restore_from: the VM was saved with another transport";
+        assert_eq!(changed(|config| config.transport = bulkhead_vmm_api::Transport::Pci), expected);
         let expected = "restore_from: the VM was saved with other kernel_args";
         assert_eq!(changed(|config| config.kernel_args.push("debug".into())), expected);
     }

@@ -1,0 +1,178 @@
+//! The PCI transport (virtio 1.3, 4.1), without its legacy interface.
+//!
+//! A device is a function of bus 0 with one range of memory, which does not move ([`config_space`]). Its interrupts are
+//! messages ([`super::msix`]); it has no interrupt line. The guest finds the functions on the bus ([`super::pci_bus`]).
+
+use std::{
+    io,
+    sync::{Arc, Mutex},
+};
+
+use serde::{Deserialize, Serialize};
+
+use self::config_space::{
+    BUS_MASTER, ConfigSpace, Identity, MEMORY_SPACE, MSIX_ENABLE, MSIX_MASK, SavedConfig,
+};
+use super::{
+    Interrupt, VirtioDevice,
+    msix::{Line, Messages, Router, SavedMessages},
+    transport::{Core, TransportError},
+};
+use crate::{GuestMemory, bus::BusDevice, lock};
+
+mod common;
+pub(super) mod config_space;
+pub mod layout;
+
+/// The most interrupts of a function.
+pub const MAX_VECTORS: usize = crate::layout::PCI_VECTORS as usize;
+
+/// A device as a PCI function. Each of its [`Core::kicks`] is registered as an ioeventfd for any write to
+/// [`layout::NOTIFY`] and its index times [`layout::NOTIFY_STEP`].
+pub struct PciTransport {
+    core: Core,
+    messages: Arc<Messages>,
+    /// Beside, because it is much larger than the rest.
+    config: Box<Mutex<ConfigSpace>>,
+}
+
+/// The state of a function beside that of its device.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PciState {
+    config: SavedConfig,
+    messages: SavedMessages,
+}
+
+impl PciTransport {
+    /// How many interrupts a device has: one for each queue, and one for changes of its configuration. An error if they
+    /// are more than [`MAX_VECTORS`].
+    pub fn vectors(device: &dyn VirtioDevice) -> Result<usize, TransportError> {
+        let vectors = device.queue_sizes().len() + 1;
+        if vectors <= MAX_VECTORS { Ok(vectors) } else { Err(TransportError::Queues) }
+    }
+
+    /// Connects `device` to a guest with `memory`, as a function whose memory is at `address`. It has a line for each
+    /// of [`PciTransport::vectors`]. Each is registered with KVM as an irqfd.
+    pub fn new(
+        device: Box<dyn VirtioDevice>,
+        memory: GuestMemory,
+        address: u32,
+        lines: Vec<Line>,
+        router: Arc<dyn Router>,
+    ) -> Result<Self, TransportError> {
+        let identity = Identity { device: device.device_type(), vectors: lines.len(), address };
+        let messages = Arc::new(Messages::new(lines, device.queue_sizes().len(), router));
+        let interrupt = Arc::new(Interrupt::by_messages(messages.clone()));
+        let core = Core::new(device, memory, interrupt)?;
+        Ok(Self { core, messages, config: Box::new(Mutex::new(ConfigSpace::new(identity))) })
+    }
+
+    /// The device.
+    pub fn core(&self) -> &Core {
+        &self.core
+    }
+
+    /// The irqfds.
+    pub(crate) fn lines(&self) -> impl Iterator<Item = &Line> {
+        self.messages.lines()
+    }
+
+    /// Reads from the configuration space at `at`: 1, 2 or 4 bytes, which are all ones.
+    pub fn read_config_space(&self, at: usize, data: &mut [u8]) {
+        // A driver that looks for a device reads these first, and finds none. One that has found it goes on.
+        if at < 4 && self.core.is_hidden() {
+            return;
+        }
+        let config = lock(&self.config);
+        let window = config.window(at, data.len());
+        match window {
+            None => config.read(at, data),
+            Some(window) => {
+                drop(config);
+                self.read(window.offset, data);
+            }
+        }
+    }
+
+    /// Writes to the configuration space at `at`: 1, 2 or 4 bytes.
+    pub fn write_config_space(&self, at: usize, data: &[u8]) {
+        let mut config = lock(&self.config);
+        if let Some(window) = config.window(at, data.len()) {
+            drop(config);
+            return self.write(window.offset, data);
+        }
+        let before = (config.command(), config.msix());
+        config.write(at, data);
+        // With the lock, so that the last write has the last word.
+        if before != (config.command(), config.msix()) {
+            self.set_gate(&config);
+        }
+    }
+
+    /// A function that is not bus master writes no memory, and a message is such a write (PCI 3.0, 6.8.3).
+    fn set_gate(&self, config: &ConfigSpace) {
+        let enabled = config.msix() & MSIX_ENABLE != 0;
+        let masked = config.msix() & MSIX_MASK != 0;
+        let is_master = config.command() & BUS_MASTER != 0;
+        self.messages.set_gate(enabled, enabled && !masked && is_master);
+    }
+
+    fn is_decoding(&self) -> bool {
+        lock(&self.config).command() & MEMORY_SPACE != 0
+    }
+
+    /// The state beside that of the device.
+    pub(crate) fn save(&self) -> PciState {
+        PciState { config: lock(&self.config).save(), messages: self.messages.save() }
+    }
+
+    /// Restores the state to a new function. Its messages go to the router. The device is restored later.
+    pub(crate) fn restore(&self, saved: &PciState) -> io::Result<()> {
+        self.messages.restore(&saved.messages)?;
+        let mut config = lock(&self.config);
+        config.restore(saved.config);
+        self.set_gate(&config);
+        Ok(())
+    }
+}
+
+/// The memory of the function. The guest reaches it only if it has enabled that. KVM handles notifications by itself.
+impl BusDevice for PciTransport {
+    fn read(&self, offset: u64, data: &mut [u8]) {
+        if !self.is_decoding() {
+            return;
+        }
+        match offset {
+            ..layout::ISR => common::read(&self.core, &self.messages, offset, data),
+            layout::ISR => {
+                data.fill(0);
+                if let [byte, ..] = data {
+                    *byte = self.core.interrupt().take_status() as u8;
+                }
+            }
+            layout::DEVICE..layout::NOTIFY => self.core.read_config(offset - layout::DEVICE, data),
+            layout::TABLE..layout::PENDING => self.messages.read_table(offset - layout::TABLE, data),
+            layout::PENDING..layout::BAR_SIZE => self.messages.read_pending(offset - layout::PENDING, data),
+            _ => data.fill(0),
+        }
+    }
+
+    /// Writes to the device configuration space are ignored: no device has a writable field.
+    fn write(&self, offset: u64, data: &[u8]) {
+        if !self.is_decoding() {
+            return;
+        }
+        match offset {
+            ..layout::ISR => common::write(&self.core, &self.messages, offset, data),
+            layout::NOTIFY..layout::TABLE => {
+                self.core.kick(((offset - layout::NOTIFY) / layout::NOTIFY_STEP) as usize);
+            }
+            layout::TABLE..layout::PENDING => self.messages.write_table(offset - layout::TABLE, data),
+            _ => {}
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,545 @@
+use std::{collections::BTreeMap, io};
+
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use super::*;
+use crate::{
+    bus::Bus,
+    memory,
+    snapshot::DeviceState,
+    virtio::{
+        msix::Message,
+        pci_bus::{PORT, PORTS, PciHost},
+        rng::Rng,
+        slot::{Slot, Transport},
+    },
+};
+
+const ADDRESS: u32 = 0xd100_0000;
+const GSI: u32 = 24;
+/// The second page of the guest's memory, for the rings of the queue.
+const RINGS: u32 = 0x1000;
+const MESSAGE: Message = Message { address: 0xfee0_1000, data: 0x31 };
+
+/// The messages that KVM would have. It takes none while `is_deaf`.
+#[derive(Default)]
+struct Routes {
+    table: Mutex<BTreeMap<u32, Message>>,
+    changes: Mutex<usize>,
+    is_deaf: Mutex<bool>,
+}
+
+impl Router for Routes {
+    fn route(&self, gsi: u32, message: Message) -> io::Result<()> {
+        if *lock(&self.is_deaf) {
+            return Err(io::ErrorKind::Other.into());
+        }
+        lock(&self.table).insert(gsi, message);
+        *lock(&self.changes) += 1;
+        Ok(())
+    }
+}
+
+/// A guest with a bus, on which slot 3 has the entropy device.
+struct Guest {
+    bus: Bus,
+    slot: Arc<Slot>,
+    device: Arc<Transport>,
+    lines: Vec<EventFd>,
+    routes: Arc<Routes>,
+}
+
+impl Guest {
+    fn new() -> Self {
+        let routes = Arc::new(Routes::default());
+        let device = Box::new(Rng::new().unwrap());
+        let vectors = PciTransport::vectors(&*device).unwrap();
+        let lines: Vec<_> = (0..vectors).map(|_| EventFd::new(EFD_NONBLOCK).unwrap()).collect();
+        let registered =
+            (GSI..).zip(&lines).map(|(gsi, line)| Line { gsi, event: line.try_clone().unwrap() });
+        let memory = memory::lay_out(&[(0, 0x10000)], 0).unwrap();
+        let function =
+            PciTransport::new(device, memory, ADDRESS, registered.collect(), routes.clone()).unwrap();
+        let device = Arc::new(Transport::Pci(function));
+        let slots: Vec<_> = (0..4).map(|_| Arc::new(Slot::pci())).collect();
+        slots[2].set(Some(device.clone()));
+        let (slot, mut bus) = (slots[2].clone(), Bus::default());
+        bus.insert(PORT, PORTS, Arc::new(PciHost::new(slots)));
+        Self { bus, slot, device, lines, routes }
+    }
+
+    /// Reads a register of the function in a slot by the ports.
+    fn config_of(&self, slot: u32, at: u32, len: usize) -> u32 {
+        self.bus.write(PORT, &(1 << 31 | slot << 11 | at & 0xfc).to_le_bytes());
+        let mut data = vec![0; len];
+        self.bus.read(PORT + 4 + u64::from(at % 4), &mut data);
+        data.iter().rev().fold(0, |value, byte| value << 8 | u32::from(*byte))
+    }
+
+    fn config(&self, at: u32, len: usize) -> u32 {
+        self.config_of(3, at, len)
+    }
+
+    fn set_config(&self, at: u32, data: &[u8]) {
+        self.bus.write(PORT, &(1 << 31 | 3 << 11 | at & 0xfc).to_le_bytes());
+        self.bus.write(PORT + 4 + u64::from(at % 4), data);
+    }
+
+    fn read(&self, offset: u64, len: usize) -> u64 {
+        let mut data = vec![0xff; len];
+        self.slot.read(offset, &mut data);
+        data.iter().rev().fold(0, |value, byte| value << 8 | u64::from(*byte))
+    }
+
+    fn write(&self, offset: u64, data: &[u8]) {
+        self.slot.write(offset, data);
+    }
+
+    /// The capabilities: where each is, and its ID.
+    fn capabilities(&self) -> Vec<(u32, u8)> {
+        let mut at = self.config(0x34, 1);
+        let mut found = Vec::new();
+        while at != 0 {
+            assert!(found.len() < 48 && at >= 0x40 && at.is_multiple_of(4), "the list is a loop: {found:?}");
+            found.push((at, self.config(at, 1) as u8));
+            at = self.config(at + 1, 1);
+        }
+        found
+    }
+
+    /// The offset and the length that the capability of this type of virtio names.
+    fn virtio(&self, kind: u32) -> (u32, u32) {
+        let mut all = self.capabilities().into_iter().filter(|(_, id)| *id == 9);
+        let (at, _) = all.find(|(at, _)| self.config(at + 3, 1) == kind).unwrap();
+        assert_eq!(self.config(at + 4, 1), 0, "the BAR");
+        (self.config(at + 8, 4), self.config(at + 12, 4))
+    }
+
+    /// Enables the function, as a driver does first.
+    fn enable(&self) {
+        self.set_config(4, &[6, 0]);
+    }
+
+    fn set_msix(&self, control: u16) {
+        self.set_config(0x42, &control.to_le_bytes());
+    }
+
+    fn set_entry(&self, entry: u64, words: [u32; 4]) {
+        for (word, value) in (0u64..).zip(words) {
+            self.write(layout::TABLE + 16 * entry + 4 * word, &value.to_le_bytes());
+        }
+    }
+
+    fn mask(&self, entry: u64, masked: bool) {
+        self.write(layout::TABLE + 16 * entry + 12, &u32::from(masked).to_le_bytes());
+    }
+
+    /// Enables MSI-X with a message for each entry, and gives the first to the configuration, the second to the queue.
+    fn enable_messages(&self) {
+        self.enable();
+        self.set_msix(0x8000);
+        for entry in [0, 1] {
+            self.set_entry(entry, [MESSAGE.address, 0, MESSAGE.data + entry as u32, 0]);
+        }
+        self.write(0x10, &0u16.to_le_bytes());
+        self.write(0x1a, &1u16.to_le_bytes());
+    }
+
+    /// What was sent since the last call, by entry.
+    fn sent(&self) -> Vec<bool> {
+        self.lines.iter().map(|line| line.read().is_ok()).collect()
+    }
+
+    fn use_buffer(&self) {
+        self.device.core().interrupt().used(0).unwrap();
+    }
+
+    fn pending(&self) -> u64 {
+        self.read(layout::PENDING, 8)
+    }
+
+    fn status(&self) -> u64 {
+        self.read(0x14, 1)
+    }
+
+    /// Sets the device up to DRIVER_OK.
+    fn start(&self) {
+        for status in [0, 1, 3u8] {
+            self.write(0x14, &[status]);
+        }
+        for half in [0u32, 1] {
+            self.write(0, &half.to_le_bytes());
+            let offered = self.read(4, 4) as u32;
+            self.write(8, &half.to_le_bytes());
+            self.write(0xc, &offered.to_le_bytes());
+        }
+        self.write(0x14, &[11]);
+        assert_eq!(self.status(), 11);
+        self.write(0x16, &0u16.to_le_bytes());
+        for (at, address) in [(0x20, RINGS), (0x28, RINGS + 0x2000), (0x30, RINGS + 0x3000)] {
+            self.write(at, &address.to_le_bytes());
+        }
+        self.write(0x1c, &1u16.to_le_bytes());
+        self.write(0x14, &[15]);
+    }
+}
+
+#[test]
+fn a_guest_finds_the_bridge_and_the_functions_and_nothing_else() {
+    let guest = Guest::new();
+    assert_eq!(guest.config_of(0, 0x0a, 2), 0x0600, "a bridge to the host");
+    assert_eq!(guest.config(0, 4), 0x1044_1af4, "the entropy device of virtio 1.0");
+    assert_eq!((guest.config(0x2c, 4), guest.config(8, 1)), (0x0044_1af4, 1));
+    assert_eq!(guest.config(0x3c, 2), 0, "it has no interrupt pin");
+    for slot in [1, 2, 4, 5, 31] {
+        assert_eq!(guest.config_of(slot, 0, 4), u32::MAX, "slot {slot}");
+    }
+    for address in [3 << 11, 1 << 31 | 1 << 16 | 3 << 11, 1 << 31 | 3 << 11 | 1 << 8] {
+        guest.bus.write(PORT, &u32::to_le_bytes(address));
+        let mut data = [0; 4];
+        guest.bus.read(PORT + 4, &mut data);
+        assert_eq!(data, [0xff; 4], "{address:#x} is disabled, of another bus or of another function");
+    }
+}
+
+#[test]
+fn an_access_of_the_ports_has_a_width_and_an_alignment() {
+    let guest = Guest::new();
+    guest.bus.write(PORT, &0x8000_1800u32.to_le_bytes());
+    // Linux writes to a part of the address port, to see that this has no effect.
+    guest.bus.write(PORT + 3, &[1]);
+    let mut address = [0; 4];
+    guest.bus.read(PORT, &mut address);
+    assert_eq!(u32::from_le_bytes(address), 0x8000_1800);
+    for (port, len) in
+        [(PORT + 4, 8), (PORT + 4, 3), (PORT + 5, 2), (PORT + 6, 4), (PORT + 7, 2), (PORT + 2, 2)]
+    {
+        let mut data = vec![0; len];
+        guest.bus.read(port, &mut data);
+        assert!(data.iter().all(|byte| *byte == 0xff), "{port:#x} {len}");
+        guest.bus.write(port, &data);
+    }
+    let mut word = [0; 2];
+    guest.bus.read(PORT + 6, &mut word);
+    assert_eq!(word, [0x44, 0x10]);
+}
+
+#[test]
+fn every_capability_is_in_the_list_and_inside_of_the_memory() {
+    let guest = Guest::new();
+    let ids: Vec<u8> = guest.capabilities().into_iter().map(|(_, id)| id).collect();
+    assert_eq!(ids, [0x11, 0x14, 9, 9, 9, 9, 9]);
+    let parts = [1, 2, 3, 4].map(|kind| guest.virtio(kind));
+    assert!(
+        parts.iter().all(|(offset, len)| *len > 0 && u64::from(offset + len) <= layout::BAR_SIZE),
+        "{parts:?}"
+    );
+    let apart = |(one, len): (u32, u32), (other, _): (u32, u32)| one + len <= other;
+    assert!(apart(parts[0], parts[2]) && apart(parts[2], parts[3]) && apart(parts[3], parts[1]), "{parts:?}");
+    assert_eq!(guest.config(0x42, 2), 1, "the size of the MSI-X table, less one");
+    assert_eq!((guest.config(0x44, 4), guest.config(0x48, 4)), (0x3000, 0x3800));
+}
+
+#[test]
+fn the_memory_has_a_fixed_place_and_the_base_address_registers_are_zero() {
+    let guest = Guest::new();
+    for register in (0x10..0x28).step_by(4).chain([0x30]) {
+        guest.set_config(register, &[0xff; 4]);
+        assert_eq!(guest.config(register, 4), 0, "{register:#x} has no size");
+    }
+    // The entry of Enhanced Allocation: two more words, for BAR 0, enabled, not writable.
+    assert_eq!(guest.config(0x4e, 1), 1);
+    assert_eq!(guest.config(0x50, 4), 0x80ff_0002);
+    assert_eq!((guest.config(0x54, 4), guest.config(0x58, 4) | 3), (ADDRESS, 0x3fff));
+}
+
+#[test]
+fn a_driver_can_change_few_bits() {
+    let guest = Guest::new();
+    let before: Vec<u32> = (0..256).step_by(4).map(|at| guest.config(at, 4)).collect();
+    for at in (0..256).step_by(4) {
+        guest.set_config(at, &[0xff; 4]);
+    }
+    let changed: Vec<_> = (0..256u32)
+        .step_by(4)
+        .zip(before)
+        .map(|(at, before)| (at, before ^ guest.config(at, 4)))
+        .filter(|(_, bits)| *bits != 0)
+        .collect();
+    let expected = [
+        (0x04, 0x0406),
+        (0x40, 0xc000_0000),
+        (0xa4, 0xff),
+        (0xa8, u32::MAX),
+        (0xac, u32::MAX),
+        // With this window there is no access to the memory.
+    ];
+    assert_eq!(changed, expected);
+}
+
+#[test]
+fn a_function_that_does_not_decode_is_inert() {
+    let guest = Guest::new();
+    assert_eq!(guest.read(0x12, 2), 0xffff);
+    guest.write(0x14, &[1]);
+    guest.write(layout::NOTIFY, &[0, 0]);
+    guest.enable();
+    assert_eq!((guest.read(0x12, 2), guest.status()), (1, 0));
+    guest.start();
+    guest.set_config(4, &[4, 0]);
+    assert_eq!(guest.status(), 0xff);
+    guest.write(0x14, &[0]);
+    guest.enable();
+    assert_eq!(guest.status(), 15, "the reset was not seen");
+}
+
+#[test]
+fn a_driver_starts_the_device_and_resets_it() {
+    let guest = Guest::new();
+    guest.enable();
+    let size = guest.read(0x18, 2);
+    guest.start();
+    assert_eq!((guest.status(), guest.read(0x1c, 2)), (15, 1));
+    assert_eq!((guest.read(0x18, 2), guest.read(0x20, 8)), (size, 0), "64 bits are two accesses");
+    assert_eq!((guest.read(0x20, 4), guest.read(0x28, 4)), (RINGS.into(), u64::from(RINGS) + 0x2000));
+    guest.write(layout::NOTIFY, &[0, 0]);
+    guest.write(0x1a, &0u16.to_le_bytes());
+    guest.write(0x14, &[0]);
+    assert_eq!((guest.status(), guest.read(0x1c, 2), guest.read(0x1a, 2)), (0, 0, 0xffff));
+    guest.start();
+    assert_eq!(guest.status(), 15);
+}
+
+#[test]
+fn a_field_is_accessed_by_its_own_width() {
+    let guest = Guest::new();
+    guest.enable();
+    for (offset, len) in [(0x14, 4), (0x14, 2), (0x12, 4), (0x13, 1), (0, 8), (0x38, 2), (0x100, 4)] {
+        assert_eq!(guest.read(offset, len), 0, "{offset:#x} {len}");
+    }
+    guest.write(0x14, &[1, 0, 0, 0]);
+    assert_eq!(guest.status(), 0);
+    // A queue that does not exist has no size, no vector and no addresses.
+    guest.write(0x16, &7u16.to_le_bytes());
+    guest.write(0x1a, &0u16.to_le_bytes());
+    guest.write(0x1c, &1u16.to_le_bytes());
+    assert_eq!([0x18, 0x1a, 0x1c].map(|at| guest.read(at, 2)), [0, 0xffff, 0]);
+    assert_eq!(guest.status(), 0);
+}
+
+#[test]
+fn what_a_driver_must_not_do_is_answered_with_needs_reset() {
+    let guest = Guest::new();
+    guest.enable();
+    guest.write(0x14, &[4]);
+    assert_eq!(guest.status() & 64, 64);
+    let guest = Guest::new();
+    guest.enable_messages();
+    guest.start();
+    guest.write(0x10, &0u16.to_le_bytes());
+    guest.write(0x18, &3u16.to_le_bytes());
+    assert_eq!((guest.status() & 64, guest.sent()), (64, vec![true, false]));
+}
+
+#[test]
+fn a_queue_and_the_configuration_have_messages_of_their_own() {
+    let guest = Guest::new();
+    guest.enable_messages();
+    assert_eq!(
+        lock(&guest.routes.table).clone(),
+        BTreeMap::from([(GSI, MESSAGE), (GSI + 1, Message { data: MESSAGE.data + 1, ..MESSAGE }),])
+    );
+    guest.use_buffer();
+    assert_eq!(guest.sent(), [false, true]);
+    guest.device.core().interrupt().config_changed().unwrap();
+    assert_eq!(guest.sent(), [true, false]);
+    assert_eq!(guest.read(layout::ISR, 1), 0, "the ISR status is for drivers without messages");
+    // A vector that the table does not have is none.
+    guest.write(0x1a, &2u16.to_le_bytes());
+    assert_eq!(guest.read(0x1a, 2), 0xffff);
+    guest.use_buffer();
+    assert_eq!((guest.sent(), guest.pending()), (vec![false, false], 0));
+}
+
+#[test]
+fn an_entry_that_is_masked_is_pending_until_it_is_unmasked() {
+    let guest = Guest::new();
+    guest.enable_messages();
+    guest.mask(1, true);
+    guest.use_buffer();
+    guest.use_buffer();
+    assert_eq!((guest.sent(), guest.pending()), (vec![false, false], 2));
+    guest.mask(1, false);
+    assert_eq!((guest.sent(), guest.pending()), (vec![false, true], 0));
+    guest.mask(1, true);
+    guest.mask(1, false);
+    assert_eq!(guest.sent(), [false, false], "it was sent already");
+}
+
+#[test]
+fn a_function_that_is_masked_or_not_bus_master_sends_nothing_until_it_may() {
+    let guest = Guest::new();
+    guest.enable_messages();
+    for (hold, release) in [
+        (
+            &(|guest: &Guest| guest.set_msix(0xc000)) as &dyn Fn(&Guest),
+            &(|guest: &Guest| guest.set_msix(0x8000)) as &dyn Fn(&Guest),
+        ),
+        (&|guest: &Guest| guest.set_config(4, &[2, 0]), &|guest: &Guest| guest.enable()),
+    ] {
+        hold(&guest);
+        guest.use_buffer();
+        assert_eq!((guest.sent(), guest.pending()), (vec![false, false], 2));
+        release(&guest);
+        assert_eq!((guest.sent(), guest.pending()), (vec![false, true], 0));
+    }
+    guest.set_msix(0);
+    guest.use_buffer();
+    assert_eq!((guest.sent(), guest.read(layout::ISR, 1)), (vec![false, false], 1));
+    assert_eq!(guest.read(layout::ISR, 1), 0, "a read clears it");
+}
+
+#[test]
+fn a_new_message_is_told_when_the_entry_is_unmasked() {
+    let guest = Guest::new();
+    guest.enable_messages();
+    let before = *lock(&guest.routes.changes);
+    guest.mask(0, true);
+    guest.set_entry(0, [0xfee0_2000, 0, 0x41, 1]);
+    assert_eq!(*lock(&guest.routes.changes), before);
+    guest.mask(0, false);
+    guest.mask(0, true);
+    guest.mask(0, false);
+    assert_eq!(*lock(&guest.routes.changes), before + 1);
+    assert_eq!(lock(&guest.routes.table)[&GSI], Message { address: 0xfee0_2000, data: 0x41 });
+}
+
+#[test]
+fn a_message_that_a_device_must_not_send_is_not_sent() {
+    for words in [
+        [0x1000, 0, 0x31, 0],
+        [0xfed0_1000, 0, 0x31, 0],
+        [0xfee0_1000, 1, 0x31, 0],
+        [0xfee0_1000, 0, 0x431, 0],
+        [0xfee0_1000, 0, 0x8031, 0],
+        [0xfee0_1000, 0, 0x1_0031, 0],
+    ] {
+        let guest = Guest::new();
+        guest.enable();
+        guest.set_msix(0x8000);
+        guest.write(0x1a, &1u16.to_le_bytes());
+        guest.set_entry(1, words);
+        guest.use_buffer();
+        assert_eq!((guest.sent(), guest.pending()), (vec![false, false], 2), "{words:x?}");
+        assert!(lock(&guest.routes.table).is_empty(), "{words:x?}");
+        assert_eq!(guest.read(layout::TABLE + 16, 4) as u32, words[0]);
+        guest.set_entry(1, [MESSAGE.address, 0, MESSAGE.data, 0]);
+        assert_eq!(guest.sent(), [false, true]);
+    }
+}
+
+#[test]
+fn a_message_that_kvm_does_not_take_is_not_sent() {
+    let guest = Guest::new();
+    *lock(&guest.routes.is_deaf) = true;
+    guest.enable_messages();
+    guest.use_buffer();
+    assert_eq!((guest.sent(), guest.pending()), (vec![false, false], 2));
+}
+
+#[test]
+fn a_table_has_no_more_than_its_entries() {
+    let guest = Guest::new();
+    guest.enable_messages();
+    for (offset, len) in [(0x20, 4), (0x7fc, 4), (1, 4), (0, 2), (4, 8), (0, 1)] {
+        guest.write(layout::TABLE + offset, &vec![0xff; len]);
+        assert_eq!(guest.read(layout::TABLE + offset, len), 0, "{offset:#x} {len}");
+    }
+    assert_eq!(guest.read(layout::TABLE, 8), u64::from(MESSAGE.address));
+    guest.write(layout::TABLE + 8, &[0x55, 0, 0, 0, 0xff, 0xff, 0xff, 0xff]);
+    assert_eq!(guest.read(layout::TABLE + 8, 8), 0x1_0000_0055, "of the last word only the mask is kept");
+    guest.write(layout::PENDING, &[0xff; 8]);
+    assert_eq!(guest.pending(), 0);
+}
+
+#[test]
+fn the_memory_is_accessible_by_the_configuration_space() {
+    let guest = Guest::new();
+    guest.enable();
+    let window = |offset: u32, len: u32, bar: u8| {
+        guest.set_config(0xa4, &[bar]);
+        guest.set_config(0xa8, &offset.to_le_bytes());
+        guest.set_config(0xac, &len.to_le_bytes());
+    };
+    window(0x14, 1, 0);
+    guest.set_config(0xb0, &[1]);
+    assert_eq!((guest.status(), guest.config(0xb0, 1)), (1, 1));
+    for (offset, len, bar) in
+        [(0x14, 2, 0), (0x14, 1, 1), (0x4000, 1, 0), (u32::MAX, 1, 0), (0x15, 4, 0), (0, 8, 0)]
+    {
+        window(offset, len, bar);
+        guest.set_config(0xb0, &[3]);
+        assert_eq!((guest.status(), guest.config(0xb0, 1)), (1, 0), "{offset:#x} {len} {bar}");
+    }
+}
+
+#[test]
+fn a_device_that_was_taken_away_is_found_by_nobody_and_serves_its_driver() {
+    let guest = Guest::new();
+    guest.enable();
+    guest.start();
+    guest.device.core().hide();
+    assert_eq!(guest.config(0, 4), u32::MAX);
+    assert_eq!((guest.status(), guest.config(4, 2)), (15, 6));
+    guest.write(0x14, &[0]);
+    assert!(guest.device.core().has_no_driver());
+    guest.slot.set(None);
+    assert_eq!((guest.config(4, 2), guest.read(0x14, 1)), (0xffff, 0xff));
+}
+
+#[test]
+fn a_function_continues_from_its_saved_state() {
+    let guest = Guest::new();
+    guest.enable_messages();
+    guest.start();
+    // A start resets the device, and with it the vectors.
+    guest.write(0x10, &0u16.to_le_bytes());
+    guest.write(0x1a, &1u16.to_le_bytes());
+    guest.mask(1, true);
+    guest.use_buffer();
+    let saved = serde_json::to_string(&DeviceState::save(&guest.device).unwrap()).unwrap();
+    let saved: DeviceState = serde_json::from_str(&saved).unwrap();
+
+    let restored = Guest::new();
+    saved.prepare(&restored.device).unwrap();
+    assert_eq!(lock(&restored.routes.table).clone(), BTreeMap::from([(GSI, MESSAGE)]), "the other is masked");
+    saved.restore(&restored.device).unwrap();
+    assert_eq!((restored.status(), restored.pending()), (15, 2));
+    assert_eq!(restored.sent(), [true, false], "an interrupt too many does no harm");
+    restored.mask(1, false);
+    assert_eq!(restored.sent(), [false, true]);
+    assert_eq!((restored.config(4, 2), restored.config(0x42, 2)), (6, 0x8001));
+}
+
+#[test]
+fn a_state_of_another_function_is_refused() {
+    let guest = Guest::new();
+    let saved = serde_json::to_value(DeviceState::save(&guest.device).unwrap()).unwrap();
+    let refused = |change: &dyn Fn(&mut serde_json::Value)| {
+        let mut state = saved.clone();
+        change(&mut state);
+        let state = serde_json::from_value::<DeviceState>(state);
+        state.map_or(true, |state| state.prepare(&Guest::new().device).is_err())
+    };
+    assert!(!refused(&|_| {}));
+    assert!(refused(&|state| drop(state.as_object_mut().unwrap().remove("pci"))));
+    assert!(refused(&|state| state["pci"]["messages"]["table"] = serde_json::json!([])));
+    assert!(refused(&|state| state["pci"]["messages"]["queues"] = serde_json::json!([0, 0])));
+    // Bits that no driver can set are not set by a file.
+    let mut state = saved.clone();
+    state["pci"]["config"]["command"] = 0xffff.into();
+    state["pci"]["messages"]["queues"][0] = 9.into();
+    let restored = Guest::new();
+    serde_json::from_value::<DeviceState>(state).unwrap().prepare(&restored.device).unwrap();
+    assert_eq!((restored.config(4, 2), restored.read(0x1a, 2)), (0x0406, 0xffff));
+}
