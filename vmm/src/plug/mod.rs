@@ -145,7 +145,8 @@ impl Plug {
                 self.vm
                     .unregister_ioevent(transport.acknowledged(), &acknowledge, INTERRUPT_USED)
                     .map_err(failed("cannot remove the acknowledgement of an interrupt"))?;
-                self.vm.unregister_irqfd(transport.line(), slot.gsi).map_err(failed(INTERRUPT))
+                let line = transport.core().interrupt().line().ok_or(PlugError::Misplaced)?;
+                self.vm.unregister_irqfd(line, slot.gsi).map_err(failed(INTERRUPT))
             }
             (Place::Pci { address, .. }, Transport::Pci(transport)) => {
                 for (queue, kick) in (0u64..).zip(transport.core().kicks()) {

@@ -48,6 +48,14 @@ impl Interrupt {
         Self::wired(Wiring::Line(line))
     }
 
+    /// The irqfd. None: it has several, for messages.
+    pub(crate) fn line(&self) -> Option<&EventFd> {
+        match &self.wiring {
+            Wiring::Line(line) => Some(line),
+            Wiring::Messages(_) => None,
+        }
+    }
+
     /// The interrupt of a PCI function.
     pub(super) fn by_messages(messages: Arc<Messages>) -> Self {
         Self::wired(Wiring::Messages(messages))

@@ -22,7 +22,6 @@ pub const ACKNOWLEDGE_OFFSET: u64 = reg::INTERRUPT_ACK;
 /// value that is its index.
 pub struct MmioTransport {
     core: Core,
-    line: EventFd,
     acknowledged: EventFd,
 }
 
@@ -34,19 +33,13 @@ impl MmioTransport {
         line: EventFd,
     ) -> Result<Self, TransportError> {
         let acknowledged = event()?;
-        let raised = line.try_clone().map_err(TransportError::Events)?;
-        let core = Core::new(device, memory, Arc::new(Interrupt::new(raised)))?;
-        Ok(Self { core, line, acknowledged })
+        let core = Core::new(device, memory, Arc::new(Interrupt::new(line)))?;
+        Ok(Self { core, acknowledged })
     }
 
     /// The device.
     pub fn core(&self) -> &Core {
         &self.core
-    }
-
-    /// The irqfd.
-    pub(crate) fn line(&self) -> &EventFd {
-        &self.line
     }
 
     /// The event of the acknowledgement of an interrupt that was about used buffers only. It is registered as an
