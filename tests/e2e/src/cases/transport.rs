@@ -1,0 +1,37 @@
+//! How the guest reaches its devices: by a PCI bus, if the configuration says so.
+
+use std::path::Path;
+
+use anyhow::{Result, ensure};
+
+use super::Case;
+use super::devices::Loop;
+use super::templates::template_of;
+use crate::ctr::Host;
+use crate::fixtures::{CONFIGURATION, Replaced};
+
+pub(super) const CASES: &[Case] =
+    &[Case::bulkhead("a_clone_with_a_pci_bus_serves_files_and_gets_a_disk_with_messages_of_its_own", pci)];
+
+/// The driver of each function, and how often each of its messages has interrupted a processor.
+const SCRIPT: &str = "for it in /sys/bus/pci/devices/*; do readlink $it/driver; done; \
+                      grep PCI-MSIX /proc/interrupts";
+
+fn pci(host: &Host) -> Result<()> {
+    let _configured = Replaced::file(Path::new(CONFIGURATION), "transport = \"pci\"\n")?;
+    let disk = Loop::new()?;
+    let task = host.container().flags(["--device", disk.path()]).detach(&["sleep", "1000"])?;
+    template_of(&task)?;
+    let read = task.exec(&["head", "-c", "11", disk.path()])?;
+    read.succeeds()?.prints("of the host")?;
+    let found = task.exec(&["sh", "-c", SCRIPT])?;
+    let text = found.succeeds()?.text().to_owned();
+    // The devices that a VM is born with are at least those for randomness, sockets and files, and a card.
+    let drivers = text.lines().filter(|line| line.ends_with("/virtio-pci")).count();
+    ensure!(drivers >= 6, "expected  functions with the driver virtio-pci\ncame      {text:?}");
+    // The disk came after the boot. Its only queue has interrupted the guest.
+    let disks = text.lines().find(|line| line.ends_with("-req.0") && line.contains("PCI-MSIX"));
+    let count = disks.and_then(|line| line.split_whitespace().nth(1)?.parse::<u64>().ok());
+    ensure!(count.is_some_and(|count| count > 0), "expected  interrupts of a disk\ncame      {text:?}");
+    task.dies()
+}
