@@ -122,7 +122,7 @@ impl Interrupt {
 
     /// Restores a saved state. If a bit of the status is set, the driver is interrupted once more: the saved state does
     /// not say whether the last interrupt was delivered, and one interrupt too many does no harm. With messages, each
-    /// that the driver has set up is sent once more.
+    /// that was sent is sent once more.
     pub(crate) fn restore(&self, saved: InterruptState) -> io::Result<()> {
         let InterruptState { status, needs_reset } = saved;
         // The device is active already, and may have raised an interrupt.

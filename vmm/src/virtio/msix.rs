@@ -83,6 +83,8 @@ struct State {
     /// The function sends no message at all: MSI-X is not enabled, the function is masked, or is not bus master.
     is_held: bool,
     is_pending: bool,
+    /// A message was sent, now or before the state was saved.
+    was_sent: bool,
     /// The message that KVM has for the irqfd.
     routed: Option<Message>,
 }
@@ -115,10 +117,14 @@ impl Words {
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct SavedMessages {
-    table: Vec<(Words, bool)>,
+    table: Vec<SavedEntry>,
     config: u16,
     queues: Vec<u16>,
 }
+
+/// An entry: what the driver has written, whether its message is pending, and whether one was sent.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+struct SavedEntry(Words, bool, bool);
 
 impl Messages {
     /// The messages of a function with `queues` queues: an entry for each line.
@@ -157,13 +163,13 @@ impl Messages {
         }
     }
 
-    /// Sends each message once that the driver has given to a source.
+    /// Sends each message once that was sent before.
     pub(in crate::virtio) fn send_all(&self) -> io::Result<()> {
         if !self.are_enabled() {
             return Ok(());
         }
-        let queues = (0..self.queues.len()).map(Source::Queue);
-        queues.chain([Source::Config]).try_for_each(|source| self.send(source))
+        let mut sent = self.entries.iter().filter(|entry| lock(&entry.state).was_sent);
+        sent.try_for_each(Entry::send)
     }
 
     /// The device is reset: no source has a message, and nothing is pending.
@@ -258,7 +264,7 @@ impl Messages {
     pub(super) fn save(&self) -> SavedMessages {
         let entry = |entry: &Entry| {
             let state = lock(&entry.state);
-            (state.words, state.is_pending)
+            SavedEntry(state.words, state.is_pending, state.was_sent)
         };
         SavedMessages {
             table: self.entries.iter().map(entry).collect(),
@@ -272,11 +278,12 @@ impl Messages {
         if saved.table.len() != self.len() || saved.queues.len() != self.queues.len() {
             return Err(io::Error::other("it has another number of interrupts"));
         }
-        for (entry, (words, is_pending)) in self.entries.iter().zip(&saved.table) {
+        for (entry, SavedEntry(words, is_pending, was_sent)) in self.entries.iter().zip(&saved.table) {
             let [address, high, data, mask] = words.0;
             let mut state = lock(&entry.state);
             state.words = Words([address & !3, high, data, mask & MASKED]);
             state.is_pending = *is_pending;
+            state.was_sent = *was_sent;
         }
         self.set_vector(Source::Config, saved.config);
         let queues = (0..).map(Source::Queue).zip(&saved.queues);
@@ -289,6 +296,7 @@ impl Entry {
     fn send(&self) -> io::Result<()> {
         let mut state = lock(&self.state);
         if state.can_send() {
+            state.was_sent = true;
             return self.line.event.write(1);
         }
         state.is_pending = true;
@@ -306,6 +314,7 @@ impl Entry {
             state.routed = router.route(self.line.gsi, message).is_ok().then_some(message);
         }
         if state.can_send() && mem::take(&mut state.is_pending) {
+            state.was_sent = true;
             // The eventfd belongs to the VMM. If the write fails, there is no other way to reach the driver.
             let _ = self.line.event.write(1);
         }

@@ -20,10 +20,8 @@ pub const SLOTS: usize = 32;
 
 /// The offset of the data from [`PORT`].
 const DATA: u64 = 4;
-/// The bit of the address that says that the data port is a register of a function.
-const ENABLE: u32 = 1 << 31;
-/// The bits of the address that can be written.
-const ADDRESS_BITS: u32 = 0x80ff_fffc;
+/// The highest byte of an address that makes the data port a register of a function.
+const ENABLE: u8 = 1 << 7;
 
 /// The bus.
 pub struct PciHost {
@@ -52,7 +50,7 @@ impl PciHost {
 
     /// Sets that address.
     pub(crate) fn set_address(&self, address: u32) {
-        self.address.store(address & ADDRESS_BITS, Ordering::SeqCst);
+        self.address.store(address & !3, Ordering::SeqCst);
     }
 
     /// Finds the function for an access of `len` bytes at the port `offset`, and the place in its configuration space.
@@ -61,9 +59,10 @@ impl PciHost {
         let address = self.address();
         let byte = offset.checked_sub(DATA)? as usize;
         let is_legal = matches!(len, 1 | 2 | 4) && byte + len <= 4 && byte.is_multiple_of(len);
-        let [register, function, bus, _] = address.to_le_bytes();
-        // The three low bits are the number of the function in its device, of which there is one.
-        if !is_legal || address & ENABLE == 0 || bus != 0 || function & 7 != 0 {
+        let [register, function, bus, extension] = address.to_le_bytes();
+        // Some processors have further registers, by further bits of the address: no function has them. The three low
+        // bits are the number of the function in its device, of which there is one.
+        if !is_legal || extension != ENABLE || bus != 0 || function & 7 != 0 {
             return None;
         }
         let found = match usize::from(function >> 3).checked_sub(1) {

@@ -194,11 +194,11 @@ fn a_guest_finds_the_bridge_and_the_functions_and_nothing_else() {
     for slot in [1, 2, 4, 5, 31] {
         assert_eq!(guest.config_of(slot, 0, 4), u32::MAX, "slot {slot}");
     }
-    for address in [3 << 11, 1 << 31 | 1 << 16 | 3 << 11, 1 << 31 | 3 << 11 | 1 << 8] {
+    for address in [3 << 11, 1 << 31 | 1 << 16 | 3 << 11, 1 << 31 | 3 << 11 | 1 << 8, 0x8100_1800] {
         guest.bus.write(PORT, &u32::to_le_bytes(address));
         let mut data = [0; 4];
         guest.bus.read(PORT + 4, &mut data);
-        assert_eq!(data, [0xff; 4], "{address:#x} is disabled, of another bus or of another function");
+        assert_eq!(data, [0xff; 4], "{address:#x} is disabled, or of another bus, function or range");
     }
 }
 
@@ -505,6 +505,8 @@ fn a_function_continues_from_its_saved_state() {
     // A start resets the device, and with it the vectors.
     guest.write(0x10, &0u16.to_le_bytes());
     guest.write(0x1a, &1u16.to_le_bytes());
+    guest.device.core().interrupt().config_changed().unwrap();
+    assert_eq!(guest.sent(), [true, false]);
     guest.mask(1, true);
     guest.use_buffer();
     let saved = serde_json::to_string(&DeviceState::save(&guest.device).unwrap()).unwrap();
