@@ -78,10 +78,12 @@ impl PciTransport {
         self.messages.lines()
     }
 
-    /// Reads from the configuration space at `at`: 1, 2 or 4 bytes, which are all ones.
+    /// Reads from the configuration space at `at`: 1, 2 or 4 bytes. The caller has filled `data` with ones.
     pub fn read_config_space(&self, at: usize, data: &mut [u8]) {
-        // A driver that looks for a device reads these first, and finds none. One that has found it goes on.
-        if at < 4 && self.core.is_hidden() {
+        // Who looks for a device reads these first, and finds none. A driver that has the device finds it still: Linux
+        // reads them too before it lets a device go. If there were none, it would drop the completions of the requests
+        // that are under way, and wait for them for ever (drivers/virtio/virtio_pci_common.c, virtio_pci_remove).
+        if at < 4 && self.core.is_hidden() && self.core.has_no_driver() {
             return;
         }
         let config = lock(&self.config);

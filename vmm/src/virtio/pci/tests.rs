@@ -484,15 +484,16 @@ fn the_memory_is_accessible_by_the_configuration_space() {
 }
 
 #[test]
-fn a_device_that_was_taken_away_is_found_by_nobody_and_serves_its_driver() {
+fn a_device_that_was_taken_away_is_there_for_its_driver_and_for_nobody_else() {
     let guest = Guest::new();
     guest.enable();
     guest.start();
     guest.device.core().hide();
-    assert_eq!(guest.config(0, 4), u32::MAX);
+    assert_eq!(guest.config(0, 4), 0x1044_1af4, "its driver would take its queues for broken");
     assert_eq!((guest.status(), guest.config(4, 2)), (15, 6));
     guest.write(0x14, &[0]);
     assert!(guest.device.core().has_no_driver());
+    assert_eq!((guest.config(0, 4), guest.config(4, 2)), (u32::MAX, 6));
     guest.slot.set(None);
     assert_eq!((guest.config(4, 2), guest.read(0x14, 1)), (0xffff, 0xff));
 }

@@ -2,7 +2,10 @@
 
 use std::{
     io,
-    sync::{Arc, Mutex},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
@@ -21,24 +24,19 @@ use crate::{
 pub struct Core {
     interrupt: Arc<Interrupt>,
     kicks: Vec<EventFd>,
+    /// It was taken away. A driver that uses it, or has begun to set it up, goes on: otherwise its probe would wait for
+    /// ever for the answer to its first request.
+    is_hidden: AtomicBool,
+    /// As the registers say. The main thread asks without the lock, which a vCPU may hold.
+    has_driver: AtomicBool,
     state: Mutex<State>,
 }
 
 struct State {
     lifecycle: Lifecycle,
     registers: Registers,
-    presence: Presence,
-}
-
-/// Whether there is a device for the guest.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Presence {
-    Here,
-    /// It was taken away. A driver that uses it, or has begun to set it up, goes on: otherwise its probe would wait for
-    /// ever for the answer to its first request.
-    Gone,
     /// It was taken away, and was reset since. No driver can use it any more.
-    LetGo,
+    is_let_go: bool,
 }
 
 impl Core {
@@ -51,8 +49,9 @@ impl Core {
         let registers = Registers::new(device.queue_sizes().iter().copied());
         let kicks = registers.queue_sizes().map(|_| event()).collect::<Result<_, _>>()?;
         let lifecycle = Lifecycle::new(device, memory, interrupt.clone())?;
-        let state = Mutex::new(State { lifecycle, registers, presence: Presence::Here });
-        Ok(Self { interrupt, kicks, state })
+        let state = Mutex::new(State { lifecycle, registers, is_let_go: false });
+        let (is_hidden, has_driver) = (AtomicBool::new(false), AtomicBool::new(false));
+        Ok(Self { interrupt, kicks, is_hidden, has_driver, state })
     }
 
     /// The events by which the driver notifies the device. There is one for each queue.
@@ -90,6 +89,7 @@ impl Core {
     pub(crate) fn resume(&self, registers: &Registers) -> io::Result<()> {
         let state = &mut *lock(&self.state);
         state.registers.clone_from(registers);
+        self.has_driver.store(registers.has_driver(), Ordering::SeqCst);
         if registers.is_driver_ok() {
             state.lifecycle.activate(registers, &self.kicks, QueuePosition::AfterUsed)?;
         }
@@ -97,23 +97,20 @@ impl Core {
     }
 
     /// Hides the device from drivers that look for one. A driver that has found it goes on until it resets the device,
-    /// and cannot activate it again.
+    /// and cannot activate it again. Waits for nobody.
     pub(crate) fn hide(&self) {
-        let mut state = lock(&self.state);
-        if state.presence == Presence::Here {
-            state.presence = Presence::Gone;
-        }
+        self.is_hidden.store(true, Ordering::SeqCst);
     }
 
     /// Whether a driver that looks for a device must not find this one.
     pub(in crate::virtio) fn is_hidden(&self) -> bool {
-        lock(&self.state).presence != Presence::Here
+        self.is_hidden.load(Ordering::SeqCst)
     }
 
     /// Whether there is no driver: it has reset the device. Linux says afterwards that it sees the device
-    /// (ACKNOWLEDGE).
+    /// (ACKNOWLEDGE). Waits for nobody.
     pub(crate) fn has_no_driver(&self) -> bool {
-        lock(&self.state).registers.status() & status::DRIVER == 0
+        !self.has_driver.load(Ordering::SeqCst)
     }
 
     /// Looks at the registers.
@@ -136,14 +133,12 @@ impl Core {
         }
         let state = lock(&self.state);
         match offset {
-            reg::DEVICE_ID if state.presence != Presence::Here => 0,
+            reg::DEVICE_ID if self.is_hidden() => 0,
             reg::DEVICE_ID => state.lifecycle.device.device_type(),
             reg::CONFIG_GENERATION => state.lifecycle.device.config_generation(),
             reg::STATUS if self.interrupt.is_reset_needed() => state.registers.status() | status::NEEDS_RESET,
             // A driver that does not find FEATURES_OK set ends its probe (virtio 1.3, 3.1.1).
-            reg::STATUS if state.presence == Presence::LetGo => {
-                state.registers.status() & !status::FEATURES_OK
-            }
+            reg::STATUS if state.is_let_go => state.registers.status() & !status::FEATURES_OK,
             reg::STATUS => state.registers.status(),
             _ => state.registers.read(offset, state.lifecycle.features()),
         }
@@ -165,6 +160,7 @@ impl Core {
                     Effect::Activate => self.activate(state),
                     Effect::Illegal => self.declare_broken(state),
                 }
+                self.has_driver.store(state.registers.has_driver(), Ordering::SeqCst);
             }
         }
     }
@@ -178,7 +174,7 @@ impl Core {
     }
 
     fn activate(&self, state: &mut State) {
-        if state.presence == Presence::LetGo {
+        if state.is_let_go {
             return self.declare_broken(state);
         }
         let activated = state.lifecycle.activate(&state.registers, &self.kicks, QueuePosition::Start);
@@ -193,9 +189,7 @@ impl Core {
         let _ = state.lifecycle.stop();
         self.interrupt.clear();
         state.registers.reset();
-        if state.presence == Presence::Gone {
-            state.presence = Presence::LetGo;
-        }
+        state.is_let_go = self.is_hidden();
     }
 
     /// Sets DEVICE_NEEDS_RESET. Notifies the driver only if it has set DRIVER_OK (virtio 1.3, 2.1.2).
