@@ -28,7 +28,7 @@ use crate::{
     layout,
     memory::{self, MemoryError, Pool, Size, Slots},
     plug::{self, DeviceSlots, Place, Plug, PlugError},
-    snapshot::{self, RestoreError, SaveError, Saved, Saver},
+    snapshot::{RestoreError, SaveError, Saved, Saver},
     vcpu::{ExitEvent, GuestIo},
     virtio::{
         VirtioDevice,
@@ -37,7 +37,7 @@ use crate::{
         fs::{Fs, FsError},
         mem::{Mem, MemControl},
         net::{Net, NetThread, Tap},
-        pci_bus::{self, PciHost},
+        pci_bus::{self, PciBus},
         rng::Rng,
         slot::{Slot, Transport},
         vsock::{self, Vsock, VsockError},
@@ -157,7 +157,7 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
     // They come last, so that the other devices have the same addresses with and without them.
     let reserved = slots.reserve(ATTACHABLE_DEVICES);
     let VirtioSlots { bus: mmio, addresses, devices, functions, .. } = slots;
-    let pci = (config.transport == Kind::Pci).then(|| Arc::new(PciHost::new(functions)));
+    let pci = (config.transport == Kind::Pci).then(|| Arc::new(PciBus::new(functions)));
     if let Some(pci) = &pci {
         ports.insert(pci_bus::PORT, pci_bus::PORTS, pci.clone());
     }
@@ -173,8 +173,9 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
         }
         Origin::Saved(saved) => {
             saved.restore_vm(&fd)?;
-            let bus = pci.as_deref().map(|host| snapshot::Bus { host, routes: plug.routes() });
-            saved.restore_devices(&devices, bus)?;
+            saved.prepare_devices(&devices, pci.as_deref())?;
+            plug.route(&devices).map_err(RestoreError::Messages)?;
+            saved.restore_devices(&devices)?;
             saved.map_working_set(&memory, &vcpus[0]);
         }
     }

@@ -30,7 +30,7 @@ use crate::{
         fs::ShareControl,
         mem::MemControl,
         net::{Net, Tap},
-        pci_bus::PciHost,
+        pci_bus::PciBus,
         slot::Transport,
         vsock::VsockControl,
     },
@@ -133,7 +133,7 @@ pub struct Vm {
     /// The virtio devices, in the order of their addresses.
     pub devices: Vec<Arc<Transport>>,
     /// The PCI bus. None: the devices are not on one.
-    pub pci: Option<Arc<PciHost>>,
+    pub pci: Option<Arc<PciBus>>,
     /// Changes the size of the guest's memory.
     pub size: MemorySize,
     /// The shares.

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Transport, VmConfig};
 
-/// The files, the kernel arguments and the sizes of one VM. Its clones have equal ones.
+/// The files, the kernel arguments, the sizes and the transport of one VM. Its clones have equal ones.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Shape {
@@ -25,7 +25,6 @@ pub struct Shape {
     /// As [`VmConfig::max_memory_mib`].
     pub max_memory_mib: Option<u32>,
     /// As [`VmConfig::transport`].
-    #[serde(default)]
     pub transport: Transport,
 }
 

@@ -304,7 +304,7 @@ fn sleeps_in(thread: &Path, calls: &[&str]) -> bool {
 
 /// Makes the process behave like the VMM: a panic of any thread ends it, and a write to a pipe without a reader is an
 /// error. A test would continue after a panic of another thread, and libFuzzer does not ignore SIGPIPE.
-fn behave_as_the_vmm() {
+pub(crate) fn behave_as_the_vmm() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
         #[allow(unsafe_code)]

@@ -4,7 +4,7 @@
 use std::{
     collections::BTreeMap,
     io,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex, PoisonError, atomic::AtomicBool},
     thread,
     time::{Duration, Instant},
 };
@@ -15,12 +15,12 @@ use bulkhead_vmm::{
     bus::Bus,
     memory,
     virtio::{
-        msix::{Line, Message, Router},
+        msix::{Irqfd, Message, Router},
         pci::{
             PciTransport,
             layout::{BAR_SIZE, NOTIFY},
         },
-        pci_bus::{PORT, PORTS, PciHost},
+        pci_bus::{PORT, PORTS, PciBus},
         rng::Rng,
         slot::{Slot, Transport},
     },
@@ -28,7 +28,7 @@ use bulkhead_vmm::{
 use vm_memory::{Bytes, GuestAddress};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-use crate::{guest::PIECES, input::Input};
+use crate::{guest::{PIECES, behave_as_the_vmm}, input::Input};
 
 /// Where the memory of the function is, and its first interrupt.
 const ADDRESS: u32 = 0xd100_0000;
@@ -53,17 +53,18 @@ const PLACES: [u64; 16] =
 struct Routes(Mutex<BTreeMap<u32, Message>>);
 
 impl Router for Routes {
-    fn route(&self, gsi: u32, message: Message) -> io::Result<()> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(gsi, message);
+    fn route(&self, messages: &[(u32, Message)], _: &AtomicBool) -> io::Result<()> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).extend(messages.iter().copied());
         Ok(())
     }
 }
 
 /// A guest with the bus and the memory of the function.
-struct Guest {
+pub(crate) struct Guest {
     bus: Bus,
     memory: GuestMemory,
-    device: Arc<Transport>,
+    pub(crate) pci: Arc<PciBus>,
+    pub(crate) device: Arc<Transport>,
     lines: Vec<EventFd>,
     routes: Arc<Routes>,
 }
@@ -71,7 +72,7 @@ struct Guest {
 /// Runs the program.
 pub fn run(bytes: &[u8]) -> Result<()> {
     let mut input = Input::new(bytes);
-    let mut guest = Guest::new()?;
+    let mut guest = Guest::new(memory::lay_out(&PIECES, 0)?)?;
     while !input.is_over() {
         guest.misbehave(&mut input);
     }
@@ -80,12 +81,12 @@ pub fn run(bytes: &[u8]) -> Result<()> {
 }
 
 impl Guest {
-    fn new() -> Result<Self> {
-        let memory = memory::lay_out(&PIECES, 0)?;
+    pub(crate) fn new(memory: GuestMemory) -> Result<Self> {
+        behave_as_the_vmm();
         let device = Box::new(Rng::new()?);
         let event = || EventFd::new(EFD_NONBLOCK);
         let lines = (0..PciTransport::vectors(&*device)?).map(|_| event()).collect::<io::Result<Vec<_>>>()?;
-        let registered = (GSI..).zip(&lines).map(|(gsi, line)| Ok(Line { gsi, event: line.try_clone()? }));
+        let registered = (GSI..).zip(&lines).map(|(gsi, line)| Ok(Irqfd { gsi, event: line.try_clone()? }));
         let routes = Arc::new(Routes::default());
         let registered = registered.collect::<io::Result<_>>()?;
         let function = PciTransport::new(device, memory.clone(), ADDRESS, registered, routes.clone())?;
@@ -95,8 +96,9 @@ impl Guest {
         place.set(Some(device.clone()));
         let mut bus = Bus::default();
         bus.insert(ADDRESS.into(), BAR_SIZE, place.clone());
-        bus.insert(PORT, PORTS, Arc::new(PciHost::new(slots)));
-        Ok(Self { bus, memory, device, lines, routes })
+        let pci = Arc::new(PciBus::new(slots));
+        bus.insert(PORT, PORTS, pci.clone());
+        Ok(Self { bus, memory, pci, device, lines, routes })
     }
 
     fn misbehave(&mut self, input: &mut Input) {
@@ -171,13 +173,17 @@ impl Guest {
         ensure!(self.config(0x54) == ADDRESS, "the memory was moved");
         let routes = self.routes.0.lock().unwrap_or_else(PoisonError::into_inner);
         ensure!(routes.keys().all(|gsi| (GSI..GSI + 2).contains(gsi)), "a message of another function");
-        let is_legal = |message: &Message| message.address >> 20 == 0xfee && message.data & !0x1ff == 0;
+        // Not one of all processors by their physical IDs, and no vector below 16.
+        let is_legal = |Message { address, data }: &Message| {
+            let is_one_of_all = address & 0xf_f004 == 0xf_f000 && address & 8 | data & 0x100 != 0;
+            address & 0xfff0_0ff0 == 0xfee0_0000 && data & !0x1ff == 0 && data & 0xf0 != 0 && !is_one_of_all
+        };
         ensure!(routes.values().all(is_legal), "a message to no processor: {routes:?}");
         Ok(())
     }
 
     /// Whatever was done before, the device serves its next driver, and interrupts it.
-    fn serves(&self) -> Result<()> {
+    pub(crate) fn serves(&self) -> Result<()> {
         self.set_config(4, 6);
         self.write(0x14, &[0]);
         self.set_config(0x40, 0x8000_0000);

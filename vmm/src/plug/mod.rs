@@ -13,7 +13,7 @@ use crate::{
         INTERRUPT_USED, VirtioDevice,
         block::{Block, BlockThread, Disk},
         mmio::{self, MmioTransport},
-        msix::Line,
+        msix::Irqfd,
         net::{Net, NetThread},
         pci::{self, PciTransport},
         slot::{Slot, Transport},
@@ -79,9 +79,10 @@ impl Plug {
         Self { routes: Arc::new(KvmRoutes::new(vm.clone())), vm, memory }
     }
 
-    /// The messages that PCI functions send.
-    pub fn routes(&self) -> &KvmRoutes {
-        &self.routes
+    /// Tells KVM of the interrupt messages of devices that were restored.
+    pub fn route(&self, devices: &[Arc<Transport>]) -> io::Result<()> {
+        let functions = devices.iter().filter_map(|device| device.pci());
+        self.routes.route_all(&functions.map(PciTransport::messages).collect::<Vec<_>>())
     }
 
     /// Connects `device` with the transport of its `place`. Registers its interrupts and the notifications of its
@@ -120,9 +121,9 @@ impl Plug {
         device: Box<dyn VirtioDevice>,
     ) -> Result<PciTransport, PlugError> {
         let vectors = PciTransport::vectors(&*device)?;
-        let line = |gsi| Ok(Line { gsi, event: interrupt(&self.vm, gsi)? });
-        let lines = (gsi..).take(vectors).map(line).collect::<Result<Vec<_>, PlugError>>()?;
-        let transport = PciTransport::new(device, self.memory.clone(), address, lines, self.routes.clone())?;
+        let irqfd = |gsi| Ok(Irqfd { gsi, event: interrupt(&self.vm, gsi)? });
+        let irqfds = (gsi..).take(vectors).map(irqfd).collect::<Result<Vec<_>, PlugError>>()?;
+        let transport = PciTransport::new(device, self.memory.clone(), address, irqfds, self.routes.clone())?;
         for (queue, kick) in (0u64..).zip(transport.core().kicks()) {
             self.vm
                 .register_ioevent(kick, &pci_notification(address, queue), NoDatamatch)
@@ -154,8 +155,9 @@ impl Plug {
                         .unregister_ioevent(kick, &pci_notification(address, queue), NoDatamatch)
                         .map_err(failed(NOTIFICATION))?;
                 }
-                transport.lines().try_for_each(|line| {
-                    self.vm.unregister_irqfd(&line.event, line.gsi).map_err(failed(INTERRUPT))
+                transport.messages().disconnect();
+                transport.messages().irqfds().try_for_each(|irqfd| {
+                    self.vm.unregister_irqfd(&irqfd.event, irqfd.gsi).map_err(failed(INTERRUPT))
                 })
             }
             (Place::Mmio(_), Transport::Pci(_)) | (Place::Pci { .. }, Transport::Mmio(_)) => {

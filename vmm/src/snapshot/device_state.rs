@@ -16,7 +16,6 @@ pub struct DeviceState {
     interrupt: InterruptState,
     registers: Registers,
     /// What a PCI function has besides.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pci: Option<PciState>,
 }
 

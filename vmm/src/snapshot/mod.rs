@@ -24,8 +24,7 @@ use crate::{
     GuestMemory,
     arch::cpuid,
     memory::Size,
-    plug::KvmRoutes,
-    virtio::{pci_bus::PciHost, slot::Transport},
+    virtio::{pci_bus::PciBus, slot::Transport},
 };
 
 mod device_state;
@@ -41,7 +40,7 @@ pub use error::StateError;
 pub use memory_file::{Extent, SavedMemoryError, restore_memory, save_memory};
 
 /// The version of the format. It changes when the meaning of the files changes.
-pub const FORMAT: u32 = 2;
+pub const FORMAT: u32 = 3;
 /// The most bytes of a [`STATE_FILE`] that are read: a few times what 255 vCPUs and some million extents take.
 const LONGEST_STATE: u64 = 64 << 20;
 /// The program of the VMM.
@@ -79,8 +78,10 @@ pub enum RestoreError {
     KernelArgs,
     #[error("restore_from: the VM was saved with another transport")]
     Transport,
+    #[error("restore_from: the saved state of the PCI bus does not fit the configuration")]
+    Bus,
     #[error("restore_from: KVM does not take the interrupt messages of the saved devices")]
-    Messages(#[from] io::Error),
+    Messages(#[source] io::Error),
     #[error("restore_from: the VM was saved on a host whose KVM or processor has other features")]
     Processor,
     #[error(
@@ -126,7 +127,6 @@ struct State {
     /// In the order of their addresses.
     devices: Vec<DeviceState>,
     /// The address that the guest has written to the PCI bus last, if there is one.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pci_address: Option<u32>,
     memory: Vec<Extent>,
 }
@@ -157,7 +157,7 @@ pub struct StoppedVm<'v> {
     /// In the order of their addresses.
     pub devices: &'v [Arc<Transport>],
     /// The PCI bus, if the devices are on one.
-    pub pci: Option<&'v PciHost>,
+    pub pci: Option<&'v PciBus>,
 }
 
 impl Saver {
@@ -198,7 +198,7 @@ impl Saver {
             machine: VmState::save(vm.fd)?,
             vcpus,
             devices,
-            pci_address: vm.pci.map(PciHost::address),
+            pci_address: vm.pci.map(PciBus::address),
             memory: save_memory(vm.memory, &mut self.memory).map_err(written("memory"))?,
         };
         let mut file = BufWriter::new(self.state);
@@ -287,39 +287,41 @@ impl Saved {
         Ok(self.state.machine.restore(vm)?)
     }
 
-    /// Restores the devices, and the PCI bus that they are on. Call this last, because a device may interrupt the guest
-    /// at once, and before the guest runs.
-    pub fn restore_devices(
+    /// Restores the PCI bus, and what is to be known of devices before one of them is activated: their interrupt
+    /// messages, which go to KVM next.
+    pub fn prepare_devices(
         &self,
         devices: &[Arc<Transport>],
-        pci: Option<Bus<'_>>,
+        pci: Option<&PciBus>,
     ) -> Result<(), RestoreError> {
         let (saved, wanted) = (self.state.devices.len(), devices.len());
         if saved != wanted {
             return Err(RestoreError::Shape { what: "devices", saved, wanted });
         }
-        let all = |restore: fn(&DeviceState, &Transport) -> io::Result<()>| {
-            devices.iter().zip(&self.state.devices).enumerate().try_for_each(|(index, (device, state))| {
-                restore(state, device).map_err(|source| RestoreError::Device { index, source })
-            })
-        };
-        match pci {
-            None => all(DeviceState::prepare)?,
-            Some(Bus { host, routes }) => {
-                host.set_address(self.state.pci_address.unwrap_or_default());
-                routes.batch(|| all(DeviceState::prepare))?;
-            }
+        if let (Some(bus), Some(address)) = (pci, self.state.pci_address) {
+            bus.set_address(address);
         }
-        all(DeviceState::restore)
+        if pci.map(PciBus::address) != self.state.pci_address {
+            return Err(RestoreError::Bus);
+        }
+        self.for_each_device(devices, DeviceState::prepare)
     }
-}
 
-/// The PCI bus of a VM.
-#[derive(Clone, Copy)]
-pub struct Bus<'v> {
-    pub host: &'v PciHost,
-    /// Where the messages of its functions go.
-    pub routes: &'v KvmRoutes,
+    /// Restores the devices. Call this last, because a device may interrupt the guest at once, and before the guest
+    /// runs.
+    pub fn restore_devices(&self, devices: &[Arc<Transport>]) -> Result<(), RestoreError> {
+        self.for_each_device(devices, DeviceState::restore)
+    }
+
+    fn for_each_device(
+        &self,
+        devices: &[Arc<Transport>],
+        restore: fn(&DeviceState, &Transport) -> io::Result<()>,
+    ) -> Result<(), RestoreError> {
+        devices.iter().zip(&self.state.devices).enumerate().try_for_each(|(index, (device, state))| {
+            restore(state, device).map_err(|source| RestoreError::Device { index, source })
+        })
+    }
 }
 
 #[cfg(test)]
@@ -401,8 +403,8 @@ mod tests {
         assert!(cut.contains("state.json is damaged: EOF"), "{cut}");
         let empty = Host::new().refusal(|_| String::new());
         assert!(empty.contains("state.json is damaged"), "{empty}");
-        let of_another_time = Host::new().refusal(|text| text.replace("\"format\":2", "\"format\":9"));
-        assert_eq!(of_another_time, "restore_from: the VM was saved in format 9, this VMM supports 2");
+        let of_another_time = Host::new().refusal(|text| text.replace("\"format\":3", "\"format\":9"));
+        assert_eq!(of_another_time, "restore_from: the VM was saved in format 9, this VMM supports 3");
         let host = Host::new();
         fs::remove_file(host.path(STATE_FILE)).unwrap();
         assert!(reason(host.open()).contains("cannot read"));

@@ -111,7 +111,7 @@ impl Interrupt {
         self.status.store(0, Ordering::SeqCst);
         self.needs_reset.store(false, Ordering::SeqCst);
         if let Wiring::Messages(messages) = &self.wiring {
-            messages.forget();
+            messages.reset();
         }
     }
 
@@ -131,7 +131,7 @@ impl Interrupt {
         match &self.wiring {
             Wiring::Line(line) if status != 0 => line.write(1),
             Wiring::Line(_) => Ok(()),
-            Wiring::Messages(messages) => messages.send_all(),
+            Wiring::Messages(messages) => messages.send_again(),
         }
     }
 

@@ -3,10 +3,13 @@
 //!
 //! Each entry of the table has an irqfd. KVM has the message that the irqfd sends, so an interrupt is a write to the
 //! eventfd, and no exit of the guest. The message goes to KVM when the driver unmasks the entry. An interrupt of an
-//! entry that is masked is pending until then.
+//! entry that is masked, or whose message KVM does not have yet, is pending until then.
+//!
+//! The thread of a vCPU may wait for KVM, and holds no lock then that other threads need: an entry has no routed message
+//! meanwhile. Each change of an entry ends with an attempt to send what is pending, so no interrupt is lost.
 
 use std::{
-    io, mem,
+    io, slice,
     sync::{
         Arc, Mutex,
         atomic::{AtomicBool, AtomicU16, Ordering},
@@ -23,14 +26,22 @@ pub const NO_VECTOR: u16 = 0xffff;
 /// The bytes of an entry of the table.
 pub(super) const ENTRY_SIZE: u64 = 16;
 
-/// Bit 0 of the last word of an entry.
+/// The last word of an entry, and its only bit that is not reserved.
+const CONTROL: usize = 3;
 const MASKED: u32 = 1;
-/// Messages go to these addresses (Intel SDM 3, 11.11.1): bits 19 to 12 are the destination.
+
+/// The address of a message (Intel SDM 3, 11.11.1): these bits are fixed, and the others are below.
 const ADDRESS_BASE: u32 = 0xfee0_0000;
-const ADDRESS_MASK: u32 = 0xfff0_0000;
-/// The bits of the data that may be set: the vector, and the lower bit of the delivery mode, which is fixed (0) or
-/// lowest priority (1). Other modes are for hardware and firmware, and a message is edge-triggered.
-const DATA_MASK: u32 = 0x1ff;
+const DESTINATION: u32 = 0xff << 12;
+const REDIRECTION_HINT: u32 = 1 << 3;
+const LOGICAL: u32 = 1 << 2;
+
+/// The data of a message (Intel SDM 3, 11.11.2): the vector, and a delivery mode that is fixed (0) or lowest priority.
+/// Other modes are for hardware and firmware, and a message is edge-triggered.
+const VECTOR: u32 = 0xff;
+const LOWEST_PRIORITY: u32 = 1 << 8;
+/// Those before are illegal for interrupts (Intel SDM 3, 11.5.2).
+const FIRST_VECTOR: u32 = 16;
 
 /// A message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -42,13 +53,15 @@ pub struct Message {
 
 /// Says what an irqfd sends.
 pub trait Router: Send + Sync {
-    /// From now on, the irqfd of the interrupt `gsi` sends this message.
-    fn route(&self, gsi: u32, message: Message) -> io::Result<()>;
+    /// From now on, the irqfds of these interrupts (GSIs) send these messages. If `is_gone` is set, the numbers may be
+    /// those of another function already, and this fails. If it fails, nothing is changed. The thread of a vCPU may
+    /// have to wait here.
+    fn route(&self, messages: &[(u32, Message)], is_gone: &AtomicBool) -> io::Result<()>;
 }
 
-/// The irqfd of an entry.
-pub struct Line {
-    /// Its number, which no other line of the VM has.
+/// The interrupt of a device, or one of them.
+pub struct Irqfd {
+    /// Its number (GSI), which no other irqfd of the VM has.
     pub gsi: u32,
     pub event: EventFd,
 }
@@ -69,29 +82,33 @@ pub struct Messages {
     queues: Vec<AtomicU16>,
     /// MSI-X is enabled.
     enabled: AtomicBool,
+    /// The function was disconnected.
+    is_gone: AtomicBool,
+    /// Held while messages go to KVM. Only vCPUs wait for it.
+    routing: Mutex<()>,
     router: Arc<dyn Router>,
 }
 
 struct Entry {
-    line: Line,
+    irqfd: Irqfd,
     state: Mutex<State>,
 }
 
 #[derive(Default)]
 struct State {
     words: Words,
-    /// The function sends no message at all: MSI-X is not enabled, the function is masked, or is not bus master.
-    is_held: bool,
+    /// MSI-X is enabled, the function is not masked, and it is bus master.
+    function_sends: bool,
     is_pending: bool,
     /// A message was sent, now or before the state was saved.
     was_sent: bool,
-    /// The message that KVM has for the irqfd.
+    /// The message that KVM has for the irqfd. None also while it gets another one.
     routed: Option<Message>,
 }
 
 /// An entry as the driver sees it: the low and the high half of the address, the data, and the mask bit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Words([u32; 4]);
+struct Words([u32; 4]);
 
 /// Each entry is masked at first.
 impl Default for Words {
@@ -101,47 +118,66 @@ impl Default for Words {
 }
 
 impl Words {
-    fn is_masked(self) -> bool {
-        self.0[3] & MASKED != 0
+    /// Writes a word without its reserved bits. The lowest two of the address are reserved too.
+    fn set(&mut self, index: usize, value: u32) {
+        if let Some(word) = self.0.get_mut(index) {
+            *word = match index {
+                0 => value & !3,
+                CONTROL => value & MASKED,
+                _ => value,
+            };
+        }
     }
 
-    /// The message, if it is one that a device may send.
+    /// The message, if the entry is not masked, and the message is one that a device may send.
     fn message(self) -> Option<Message> {
-        let [address, high, data, _] = self.0;
-        let is_legal = address & ADDRESS_MASK == ADDRESS_BASE && high == 0 && data & !DATA_MASK == 0;
-        is_legal.then_some(Message { address, data })
+        let [address, high, data, control] = self.0;
+        let goes_to_processors =
+            address & !(DESTINATION | REDIRECTION_HINT | LOGICAL) == ADDRESS_BASE && high == 0;
+        let is_interrupt = data & !(VECTOR | LOWEST_PRIORITY) == 0 && data & VECTOR >= FIRST_VECTOR;
+        // One of all processors, by their physical IDs: not defined. KVM would write a line to the host's log for each.
+        let is_one_of_all = address & (DESTINATION | LOGICAL) == DESTINATION
+            && (address & REDIRECTION_HINT != 0 || data & LOWEST_PRIORITY != 0);
+        let is_legal = goes_to_processors && is_interrupt && !is_one_of_all;
+        (control & MASKED == 0 && is_legal).then_some(Message { address, data })
     }
 }
 
 /// The state for [`Messages::restore`].
-#[derive(Debug, Clone, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct SavedMessages {
+pub(crate) struct SavedMessages {
     table: Vec<SavedEntry>,
     config: u16,
     queues: Vec<u16>,
 }
 
-/// An entry: what the driver has written, whether its message is pending, and whether one was sent.
-#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
-struct SavedEntry(Words, bool, bool);
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct SavedEntry {
+    /// What the driver has written.
+    words: Words,
+    is_pending: bool,
+    was_sent: bool,
+}
 
 impl Messages {
-    /// The messages of a function with `queues` queues: an entry for each line.
-    pub(super) fn new(lines: Vec<Line>, queues: usize, router: Arc<dyn Router>) -> Self {
-        let entry = |line| Entry { line, state: Mutex::new(State { is_held: true, ..State::default() }) };
+    /// The messages of a function with `queues` queues: an entry for each irqfd.
+    pub(crate) fn new(irqfds: Vec<Irqfd>, queues: usize, router: Arc<dyn Router>) -> Self {
+        let entry = |irqfd| Entry { irqfd, state: Mutex::default() };
         Self {
-            entries: lines.into_iter().map(entry).collect(),
+            entries: irqfds.into_iter().map(entry).collect(),
             config: AtomicU16::new(NO_VECTOR),
             queues: (0..queues).map(|_| AtomicU16::new(NO_VECTOR)).collect(),
             enabled: AtomicBool::new(false),
+            is_gone: AtomicBool::new(false),
+            routing: Mutex::default(),
             router,
         }
     }
 
-    /// The irqfds.
-    pub(crate) fn lines(&self) -> impl Iterator<Item = &Line> {
-        self.entries.iter().map(|entry| &entry.line)
+    pub(crate) fn irqfds(&self) -> impl Iterator<Item = &Irqfd> {
+        self.entries.iter().map(|entry| &entry.irqfd)
     }
 
     /// How many entries the table has.
@@ -156,15 +192,14 @@ impl Messages {
 
     /// Sends the message of `source`, if the driver has given it one.
     pub(in crate::virtio) fn send(&self, source: Source) -> io::Result<()> {
-        let vector = self.register(source).map_or(NO_VECTOR, |register| register.load(Ordering::SeqCst));
-        match self.entries.get(usize::from(vector)) {
+        match self.entries.get(usize::from(self.vector(source))) {
             Some(entry) => entry.send(),
             None => Ok(()),
         }
     }
 
-    /// Sends each message once that was sent before.
-    pub(in crate::virtio) fn send_all(&self) -> io::Result<()> {
+    /// Sends once more each message that was ever sent.
+    pub(in crate::virtio) fn send_again(&self) -> io::Result<()> {
         if !self.are_enabled() {
             return Ok(());
         }
@@ -173,23 +208,59 @@ impl Messages {
     }
 
     /// The device is reset: no source has a message, and nothing is pending.
-    pub(in crate::virtio) fn forget(&self) {
+    pub(in crate::virtio) fn reset(&self) {
         self.config.store(NO_VECTOR, Ordering::SeqCst);
         self.queues.iter().for_each(|queue| queue.store(NO_VECTOR, Ordering::SeqCst));
         self.entries.iter().for_each(|entry| lock(&entry.state).is_pending = false);
     }
 
-    /// Whether MSI-X is enabled, and whether messages are sent at all.
-    pub(super) fn set_gate(&self, enabled: bool, open: bool) {
+    /// The driver has changed whether MSI-X is enabled, and whether the function sends messages at all.
+    /// [`Messages::update`] has to follow.
+    pub(crate) fn set_control(&self, enabled: bool, function_sends: bool) {
         self.enabled.store(enabled, Ordering::SeqCst);
         for entry in &self.entries {
-            let mut state = lock(&entry.state);
-            state.is_held = !open;
-            if !enabled {
-                state.is_pending = false;
-            }
-            entry.settle(&mut state, &*self.router);
+            entry.change(|state| {
+                state.function_sends = function_sends;
+                state.is_pending &= enabled;
+            });
         }
+    }
+
+    /// Tells KVM of all messages that it does not have yet.
+    pub(super) fn update(&self) {
+        self.route(&self.entries);
+    }
+
+    fn route(&self, entries: &[Entry]) {
+        if entries.iter().all(|entry| lock(&entry.state).unrouted().is_none()) {
+            return;
+        }
+        let _turn = lock(&self.routing);
+        let messages: Vec<_> = entries.iter().filter_map(Entry::take_unrouted).collect();
+        // What KVM does not take is never sent. It is the driver's loss.
+        if !messages.is_empty() && self.router.route(&messages, &self.is_gone).is_ok() {
+            self.set_routed(&messages);
+        }
+    }
+
+    /// The messages that KVM does not have yet, with the interrupts (GSIs) that send them. The caller tells KVM of them.
+    pub(crate) fn take_unrouted(&self) -> Vec<(u32, Message)> {
+        self.entries.iter().filter_map(Entry::take_unrouted).collect()
+    }
+
+    /// KVM has these messages, some of which may be those of other functions.
+    pub(crate) fn set_routed(&self, messages: &[(u32, Message)]) {
+        for (gsi, message) in messages {
+            let mut entries = self.entries.iter();
+            if let Some(entry) = entries.find(|entry| entry.irqfd.gsi == *gsi) {
+                entry.change(|state| state.routed = Some(*message));
+            }
+        }
+    }
+
+    /// From now on, KVM gets no message. Whoever gets the interrupts next is told of its own. Waits for nobody.
+    pub(crate) fn disconnect(&self) {
+        self.is_gone.store(true, Ordering::SeqCst);
     }
 
     /// Reads the vector register of a source.
@@ -222,22 +293,19 @@ impl Messages {
         }
     }
 
-    /// Writes to the table. An access as [`Messages::read_table`] does not allow is ignored.
-    pub(super) fn write_table(&self, offset: u64, data: &[u8]) {
-        let Some((entry, word)) = self.place(offset, data.len()) else { return };
-        let state = &mut *lock(&entry.state);
-        for (bytes, (index, word)) in
-            data.chunks_exact(4).zip(state.words.0.iter_mut().enumerate().skip(word))
-        {
-            let value = bytes.iter().rev().fold(0, |value, byte| value << 8 | u32::from(*byte));
-            // All other bits of the last word are reserved, and so are the lowest two of the address.
-            *word = match index {
-                0 => value & !3,
-                3 => value & MASKED,
-                _ => value,
-            };
+    /// Writes to the table. An access as [`Messages::read_table`] does not allow is ignored. A driver masks an entry
+    /// before it changes the message (PCI 3.0, 6.8.2), so KVM is told when the mask is written.
+    pub(crate) fn write_table(&self, offset: u64, data: &[u8]) {
+        let Some((entry, first)) = self.place(offset, data.len()) else { return };
+        entry.change(|state| {
+            for (index, bytes) in (first..).zip(data.chunks_exact(4)) {
+                let value = bytes.iter().rev().fold(0, |value, byte| value << 8 | u32::from(*byte));
+                state.words.set(index, value);
+            }
+        });
+        if first + data.len() / 4 > CONTROL {
+            self.route(slice::from_ref(entry));
         }
-        entry.settle(state, &*self.router);
     }
 
     /// Finds the entry and the word in it.
@@ -261,10 +329,10 @@ impl Messages {
     }
 
     /// The state for [`Messages::restore`].
-    pub(super) fn save(&self) -> SavedMessages {
+    pub(crate) fn save(&self) -> SavedMessages {
         let entry = |entry: &Entry| {
-            let state = lock(&entry.state);
-            SavedEntry(state.words, state.is_pending, state.was_sent)
+            let State { words, is_pending, was_sent, .. } = *lock(&entry.state);
+            SavedEntry { words, is_pending, was_sent }
         };
         SavedMessages {
             table: self.entries.iter().map(entry).collect(),
@@ -273,59 +341,66 @@ impl Messages {
         }
     }
 
-    /// Restores the state of a function that sends no messages yet.
-    pub(super) fn restore(&self, saved: &SavedMessages) -> io::Result<()> {
-        if saved.table.len() != self.len() || saved.queues.len() != self.queues.len() {
-            return Err(io::Error::other("it has another number of interrupts"));
-        }
-        for (entry, SavedEntry(words, is_pending, was_sent)) in self.entries.iter().zip(&saved.table) {
-            let [address, high, data, mask] = words.0;
+    /// Restores the state of a function that sends no messages yet. Returns an error if a driver cannot have left the
+    /// function so.
+    pub(crate) fn restore(&self, saved: &SavedMessages) -> io::Result<()> {
+        for (entry, SavedEntry { words, is_pending, was_sent }) in self.entries.iter().zip(&saved.table) {
             let mut state = lock(&entry.state);
-            state.words = Words([address & !3, high, data, mask & MASKED]);
+            words.0.iter().enumerate().for_each(|(index, word)| state.words.set(index, *word));
             state.is_pending = *is_pending;
             state.was_sent = *was_sent;
         }
         self.set_vector(Source::Config, saved.config);
         let queues = (0..).map(Source::Queue).zip(&saved.queues);
         queues.for_each(|(source, vector)| self.set_vector(source, *vector));
-        Ok(())
+        if self.save() == *saved { Ok(()) } else { Err(io::Error::other("it has other interrupts")) }
     }
 }
 
 impl Entry {
     fn send(&self) -> io::Result<()> {
         let mut state = lock(&self.state);
-        if state.can_send() {
-            state.was_sent = true;
-            return self.line.event.write(1);
-        }
         state.is_pending = true;
-        Ok(())
+        self.send_pending(&mut state)
     }
 
-    /// After a change: tells KVM of a new message, and sends it if it is pending.
-    fn settle(&self, state: &mut State, router: &dyn Router) {
-        if state.is_held || state.words.is_masked() {
-            return;
+    /// Changes the state. Sends what is pending if that is possible now.
+    fn change(&self, change: impl FnOnce(&mut State)) {
+        let mut state = lock(&self.state);
+        change(&mut state);
+        // The eventfd belongs to the VMM. If the write fails, there is no other way to reach the driver.
+        let _ = self.send_pending(&mut state);
+    }
+
+    fn send_pending(&self, state: &mut State) -> io::Result<()> {
+        if !state.is_pending || !state.can_send() {
+            return Ok(());
         }
-        // What is not legal, or what KVM does not take, is never sent. It is the driver's loss.
-        let Some(message) = state.words.message() else { return };
-        if state.routed != Some(message) {
-            state.routed = router.route(self.line.gsi, message).is_ok().then_some(message);
-        }
-        if state.can_send() && mem::take(&mut state.is_pending) {
-            state.was_sent = true;
-            // The eventfd belongs to the VMM. If the write fails, there is no other way to reach the driver.
-            let _ = self.line.event.write(1);
-        }
+        state.is_pending = false;
+        state.was_sent = true;
+        self.irqfd.event.write(1)
+    }
+
+    /// The message that KVM is told of next, with its interrupt. Nothing is sent until KVM has it.
+    fn take_unrouted(&self) -> Option<(u32, Message)> {
+        let mut state = lock(&self.state);
+        let message = state.unrouted()?;
+        state.routed = None;
+        Some((self.irqfd.gsi, message))
     }
 }
 
 impl State {
+    /// The message that an interrupt sends now.
+    fn message(&self) -> Option<Message> {
+        if self.function_sends { self.words.message() } else { None }
+    }
+
+    fn unrouted(&self) -> Option<Message> {
+        self.message().filter(|message| self.routed != Some(*message))
+    }
+
     fn can_send(&self) -> bool {
-        !self.is_held
-            && !self.words.is_masked()
-            && self.routed.is_some()
-            && self.routed == self.words.message()
+        self.message().is_some() && self.unrouted().is_none()
     }
 }

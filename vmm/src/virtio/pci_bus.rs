@@ -24,7 +24,7 @@ const DATA: u64 = 4;
 const ENABLE: u8 = 1 << 7;
 
 /// The bus.
-pub struct PciHost {
+pub struct PciBus {
     address: AtomicU32,
     bridge: ConfigSpace,
     /// Those after the bridge.
@@ -37,14 +37,14 @@ enum Function<'b> {
     Device(Arc<Transport>),
 }
 
-impl PciHost {
+impl PciBus {
     /// A bus with these slots, from number 1 on. Those that are empty may get a device later.
     pub fn new(slots: Vec<Arc<Slot>>) -> Self {
         Self { address: AtomicU32::new(0), bridge: ConfigSpace::host_bridge(), slots }
     }
 
     /// The address that the guest has written last.
-    pub(crate) fn address(&self) -> u32 {
+    pub fn address(&self) -> u32 {
         self.address.load(Ordering::SeqCst)
     }
 
@@ -73,7 +73,7 @@ impl PciHost {
     }
 }
 
-impl BusDevice for PciHost {
+impl BusDevice for PciBus {
     /// What does not exist reads all ones.
     fn read(&self, offset: u64, data: &mut [u8]) {
         if offset == 0 {

@@ -5,6 +5,8 @@
 //! Allocation capability (PCI Express Base Specification 5.0, 7.8.5) says where the memory is. So nobody has to find
 //! out its size, a driver cannot move it, and Linux does not give another place to a device that comes later.
 
+use std::io;
+
 use serde::{Deserialize, Serialize};
 
 use super::layout::{self, BAR_SIZE};
@@ -79,7 +81,7 @@ pub(in crate::virtio) struct ConfigSpace {
 }
 
 /// What the driver has written.
-#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct SavedConfig {
     command: u16,
@@ -229,12 +231,13 @@ impl ConfigSpace {
         }
     }
 
-    /// Writes what the driver had written. A file cannot set what a driver cannot.
-    pub(super) fn restore(&mut self, saved: SavedConfig) {
+    /// Writes what the driver had written. Returns an error if a driver cannot have written that.
+    pub(super) fn restore(&mut self, saved: SavedConfig) -> io::Result<()> {
         self.write(COMMAND, &saved.command.to_le_bytes());
         self.write(MSIX + 2, &saved.msix.to_le_bytes());
         self.write(ACCESS_BAR, &[saved.access_bar]);
         self.write(ACCESS_OFFSET, &saved.access_offset.to_le_bytes());
         self.write(ACCESS_LENGTH, &saved.access_length.to_le_bytes());
+        if self.save() == saved { Ok(()) } else { Err(io::Error::other("it has another configuration space")) }
     }
 }

@@ -15,7 +15,7 @@ use self::config_space::{
 };
 use super::{
     Interrupt, VirtioDevice,
-    msix::{Line, Messages, Router, SavedMessages},
+    msix::{Irqfd, Messages, Router, SavedMessages},
     transport::{Core, TransportError},
 };
 use crate::{GuestMemory, bus::BusDevice, lock};
@@ -32,7 +32,7 @@ pub const MAX_VECTORS: usize = crate::layout::PCI_VECTORS as usize;
 pub struct PciTransport {
     core: Core,
     messages: Arc<Messages>,
-    /// Beside, because it is much larger than the rest.
+    /// Boxed, because it is much larger than the rest.
     config: Box<Mutex<ConfigSpace>>,
 }
 
@@ -52,17 +52,17 @@ impl PciTransport {
         if vectors <= MAX_VECTORS { Ok(vectors) } else { Err(TransportError::Queues) }
     }
 
-    /// Connects `device` to a guest with `memory`, as a function whose memory is at `address`. It has a line for each
-    /// of [`PciTransport::vectors`]. Each is registered with KVM as an irqfd.
+    /// Connects `device` to a guest with `memory`, as a function whose memory is at `address`. It has as many irqfds as
+    /// [`PciTransport::vectors`] says.
     pub fn new(
         device: Box<dyn VirtioDevice>,
         memory: GuestMemory,
         address: u32,
-        lines: Vec<Line>,
+        irqfds: Vec<Irqfd>,
         router: Arc<dyn Router>,
     ) -> Result<Self, TransportError> {
-        let identity = Identity { device: device.device_type(), vectors: lines.len(), address };
-        let messages = Arc::new(Messages::new(lines, device.queue_sizes().len(), router));
+        let identity = Identity { device: device.device_type(), vectors: irqfds.len(), address };
+        let messages = Arc::new(Messages::new(irqfds, device.queue_sizes().len(), router));
         let interrupt = Arc::new(Interrupt::by_messages(messages.clone()));
         let core = Core::new(device, memory, interrupt)?;
         Ok(Self { core, messages, config: Box::new(Mutex::new(ConfigSpace::new(identity))) })
@@ -73,9 +73,14 @@ impl PciTransport {
         &self.core
     }
 
-    /// The irqfds.
-    pub(crate) fn lines(&self) -> impl Iterator<Item = &Line> {
-        self.messages.lines()
+    /// Its interrupts.
+    pub(crate) fn messages(&self) -> &Messages {
+        &self.messages
+    }
+
+    /// Tells the router of the messages of a function that was restored.
+    pub fn route(&self) {
+        self.messages.update();
     }
 
     /// Reads from the configuration space at `at`: 1, 2 or 4 bytes. The caller has filled `data` with ones.
@@ -106,18 +111,21 @@ impl PciTransport {
         }
         let before = (config.command(), config.msix());
         config.write(at, data);
-        // With the lock, so that the last write has the last word.
         if before != (config.command(), config.msix()) {
-            self.set_gate(&config);
+            // With the lock, so that two writes take effect in order.
+            self.set_control(&config);
+            // Without it, because KVM may take its time.
+            drop(config);
+            self.messages.update();
         }
     }
 
     /// A function that is not bus master writes no memory, and a message is such a write (PCI 3.0, 6.8.3).
-    fn set_gate(&self, config: &ConfigSpace) {
+    fn set_control(&self, config: &ConfigSpace) {
         let enabled = config.msix() & MSIX_ENABLE != 0;
         let masked = config.msix() & MSIX_MASK != 0;
         let is_master = config.command() & BUS_MASTER != 0;
-        self.messages.set_gate(enabled, enabled && !masked && is_master);
+        self.messages.set_control(enabled, enabled && !masked && is_master);
     }
 
     fn is_decoding(&self) -> bool {
@@ -129,12 +137,12 @@ impl PciTransport {
         PciState { config: lock(&self.config).save(), messages: self.messages.save() }
     }
 
-    /// Restores the state to a new function. Its messages go to the router. The device is restored later.
+    /// Restores the state to a new function. [`PciTransport::route`] has to follow. The device is restored later.
     pub(crate) fn restore(&self, saved: &PciState) -> io::Result<()> {
         self.messages.restore(&saved.messages)?;
         let mut config = lock(&self.config);
-        config.restore(saved.config);
-        self.set_gate(&config);
+        config.restore(saved.config)?;
+        self.set_control(&config);
         Ok(())
     }
 }

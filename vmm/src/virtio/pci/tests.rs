@@ -1,4 +1,13 @@
-use std::{collections::BTreeMap, io};
+use std::{
+    collections::BTreeMap,
+    io,
+    sync::{
+        atomic::{AtomicBool, Ordering},
+        mpsc::{Receiver, Sender, channel},
+    },
+    thread,
+    time::Duration,
+};
 
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
@@ -9,7 +18,7 @@ use crate::{
     snapshot::DeviceState,
     virtio::{
         msix::Message,
-        pci_bus::{PORT, PORTS, PciHost},
+        pci_bus::{PORT, PORTS, PciBus},
         rng::Rng,
         slot::{Slot, Transport},
     },
@@ -21,20 +30,30 @@ const GSI: u32 = 24;
 const RINGS: u32 = 0x1000;
 const MESSAGE: Message = Message { address: 0xfee0_1000, data: 0x31 };
 
-/// The messages that KVM would have. It takes none while `is_deaf`.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// The messages that KVM would have, and how many tables it has taken.
 #[derive(Default)]
 struct Routes {
     table: Mutex<BTreeMap<u32, Message>>,
     changes: Mutex<usize>,
-    is_deaf: Mutex<bool>,
+    refuses: Mutex<bool>,
+    /// The next who routes a message says so, and waits.
+    meeting: Mutex<Option<(Sender<()>, Receiver<()>)>>,
 }
 
 impl Router for Routes {
-    fn route(&self, gsi: u32, message: Message) -> io::Result<()> {
-        if *lock(&self.is_deaf) {
+    fn route(&self, messages: &[(u32, Message)], is_gone: &AtomicBool) -> io::Result<()> {
+        let meeting = lock(&self.meeting).take();
+        if let Some((begun, end)) = meeting {
+            begun.send(()).unwrap();
+            // The other end is gone if the test has failed.
+            let _ = end.recv_timeout(PATIENCE);
+        }
+        if *lock(&self.refuses) || is_gone.load(Ordering::SeqCst) {
             return Err(io::ErrorKind::Other.into());
         }
-        lock(&self.table).insert(gsi, message);
+        lock(&self.table).extend(messages.iter().copied());
         *lock(&self.changes) += 1;
         Ok(())
     }
@@ -56,7 +75,7 @@ impl Guest {
         let vectors = PciTransport::vectors(&*device).unwrap();
         let lines: Vec<_> = (0..vectors).map(|_| EventFd::new(EFD_NONBLOCK).unwrap()).collect();
         let registered =
-            (GSI..).zip(&lines).map(|(gsi, line)| Line { gsi, event: line.try_clone().unwrap() });
+            (GSI..).zip(&lines).map(|(gsi, line)| Irqfd { gsi, event: line.try_clone().unwrap() });
         let memory = memory::lay_out(&[(0, 0x10000)], 0).unwrap();
         let function =
             PciTransport::new(device, memory, ADDRESS, registered.collect(), routes.clone()).unwrap();
@@ -64,7 +83,7 @@ impl Guest {
         let slots: Vec<_> = (0..4).map(|_| Arc::new(Slot::pci())).collect();
         slots[2].set(Some(device.clone()));
         let (slot, mut bus) = (slots[2].clone(), Bus::default());
-        bus.insert(PORT, PORTS, Arc::new(PciHost::new(slots)));
+        bus.insert(PORT, PORTS, Arc::new(PciBus::new(slots)));
         Self { bus, slot, device, lines, routes }
     }
 
@@ -160,6 +179,20 @@ impl Guest {
 
     fn status(&self) -> u64 {
         self.read(0x14, 1)
+    }
+
+    /// Unmasks an entry whose message is new. Does something else while KVM takes that.
+    fn unmask_while<T>(&self, entry: u64, act: impl FnOnce() -> T) -> T {
+        let ((begun, has_begun), (go, goes)) = (channel(), channel());
+        *lock(&self.routes.meeting) = Some((begun, goes));
+        thread::scope(|scope| {
+            let unmasking = scope.spawn(|| self.mask(entry, false));
+            has_begun.recv_timeout(PATIENCE).unwrap();
+            let done = act();
+            go.send(()).unwrap();
+            unmasking.join().unwrap();
+            done
+        })
     }
 
     /// Sets the device up to DRIVER_OK.
@@ -403,15 +436,84 @@ fn a_function_that_is_masked_or_not_bus_master_sends_nothing_until_it_may() {
 fn a_new_message_is_told_when_the_entry_is_unmasked() {
     let guest = Guest::new();
     guest.enable_messages();
-    let before = *lock(&guest.routes.changes);
-    guest.mask(0, true);
-    guest.set_entry(0, [0xfee0_2000, 0, 0x41, 1]);
-    assert_eq!(*lock(&guest.routes.changes), before);
-    guest.mask(0, false);
-    guest.mask(0, true);
-    guest.mask(0, false);
-    assert_eq!(*lock(&guest.routes.changes), before + 1);
-    assert_eq!(lock(&guest.routes.table)[&GSI], Message { address: 0xfee0_2000, data: 0x41 });
+    let changes = || *lock(&guest.routes.changes);
+    let before = changes();
+    guest.mask(1, true);
+    guest.set_entry(1, [0xfee0_2000, 0, 0x41, 1]);
+    assert_eq!(changes(), before);
+    guest.mask(1, false);
+    guest.mask(1, true);
+    guest.mask(1, false);
+    assert_eq!(changes(), before + 1);
+    assert_eq!(lock(&guest.routes.table)[&(GSI + 1)], Message { address: 0xfee0_2000, data: 0x41 });
+    // A driver that does not mask the entry first waits for its interrupts until it does.
+    guest.write(layout::TABLE + 16 + 8, &0x51u32.to_le_bytes());
+    guest.use_buffer();
+    assert_eq!((changes(), guest.sent(), guest.pending()), (before + 1, vec![false, false], 2));
+    guest.mask(1, false);
+    assert_eq!((changes(), guest.sent(), guest.pending()), (before + 2, vec![false, true], 0));
+}
+
+#[test]
+fn the_messages_of_a_function_that_is_unmasked_are_told_at_once() {
+    let guest = Guest::new();
+    guest.enable();
+    guest.set_msix(0xc000);
+    for entry in [0, 1] {
+        guest.set_entry(entry, [MESSAGE.address, 0, MESSAGE.data, 0]);
+    }
+    assert_eq!(*lock(&guest.routes.changes), 0);
+    guest.set_msix(0x8000);
+    assert_eq!((*lock(&guest.routes.changes), lock(&guest.routes.table).len()), (1, 2));
+}
+
+#[test]
+fn nobody_waits_for_kvm_but_the_vcpu_that_has_a_message_for_it() {
+    let guest = Guest::new();
+    guest.enable_messages();
+    guest.mask(1, true);
+    guest.set_entry(1, [0xfee0_2000, 0, 0x41, 1]);
+    guest.unmask_while(1, || {
+        // The device's thread, another vCPU, and the main thread.
+        guest.use_buffer();
+        assert_eq!((guest.sent(), guest.pending()), (vec![false, false], 2));
+        guest.mask(0, true);
+        guest.mask(0, false);
+        assert_eq!((guest.status(), guest.config(0x42, 2)), (0, 0x8001));
+        guest.device.core().hide();
+        assert!(guest.device.core().has_no_driver());
+    });
+    assert_eq!((guest.sent(), guest.pending()), (vec![false, true], 0));
+}
+
+#[test]
+fn a_message_that_changes_while_kvm_takes_it_is_told_again() {
+    let guest = Guest::new();
+    guest.enable_messages();
+    guest.mask(1, true);
+    guest.set_entry(1, [0xfee0_2000, 0, 0x41, 1]);
+    thread::scope(|scope| {
+        guest.unmask_while(1, || {
+            guest.use_buffer();
+            guest.mask(1, true);
+            guest.set_entry(1, [0xfee0_2000, 0, 0x42, 1]);
+            scope.spawn(|| guest.mask(1, false));
+        });
+    });
+    assert_eq!(lock(&guest.routes.table)[&(GSI + 1)].data, 0x42);
+    assert_eq!((guest.sent(), guest.pending()), (vec![false, true], 0));
+}
+
+#[test]
+fn a_function_that_was_disconnected_routes_no_message() {
+    let guest = Guest::new();
+    guest.enable_messages();
+    guest.device.pci().unwrap().messages().disconnect();
+    let before = lock(&guest.routes.table).clone();
+    guest.set_entry(1, [0xfee0_2000, 0, 0x41, 0]);
+    assert_eq!(*lock(&guest.routes.table), before);
+    guest.use_buffer();
+    assert_eq!(guest.sent(), [false, false], "the number of its interrupt may be another function's");
 }
 
 #[test]
@@ -423,6 +525,12 @@ fn a_message_that_a_device_must_not_send_is_not_sent() {
         [0xfee0_1000, 0, 0x431, 0],
         [0xfee0_1000, 0, 0x8031, 0],
         [0xfee0_1000, 0, 0x1_0031, 0],
+        [0xfee0_1010, 0, 0x31, 0],
+        [0xfee0_1800, 0, 0x31, 0],
+        [0xfee0_1000, 0, 0x0f, 0],
+        [0xfee0_1000, 0, 0x10f, 0],
+        [0xfeef_f000, 0, 0x131, 0],
+        [0xfeef_f008, 0, 0x31, 0],
     ] {
         let guest = Guest::new();
         guest.enable();
@@ -439,9 +547,23 @@ fn a_message_that_a_device_must_not_send_is_not_sent() {
 }
 
 #[test]
+fn a_message_goes_to_one_processor_or_to_all() {
+    for (address, data) in
+        [(0xfee0_1000, 0x10), (0xfee0_1000, 0x131), (0xfee0_1008, 0x31), (0xfeef_f000, 0x31), (0xfeef_f00c, 0x131)]
+    {
+        let guest = Guest::new();
+        guest.enable_messages();
+        guest.set_entry(1, [address, 0, data, 0]);
+        assert_eq!(lock(&guest.routes.table)[&(GSI + 1)], Message { address, data });
+        guest.use_buffer();
+        assert_eq!(guest.sent(), [false, true]);
+    }
+}
+
+#[test]
 fn a_message_that_kvm_does_not_take_is_not_sent() {
     let guest = Guest::new();
-    *lock(&guest.routes.is_deaf) = true;
+    *lock(&guest.routes.refuses) = true;
     guest.enable_messages();
     guest.use_buffer();
     assert_eq!((guest.sent(), guest.pending()), (vec![false, false], 2));
@@ -515,6 +637,7 @@ fn a_function_continues_from_its_saved_state() {
 
     let restored = Guest::new();
     saved.prepare(&restored.device).unwrap();
+    restored.device.pci().unwrap().route();
     assert_eq!(lock(&restored.routes.table).clone(), BTreeMap::from([(GSI, MESSAGE)]), "the other is masked");
     saved.restore(&restored.device).unwrap();
     assert_eq!((restored.status(), restored.pending()), (15, 2));
@@ -538,11 +661,11 @@ fn a_state_of_another_function_is_refused() {
     assert!(refused(&|state| drop(state.as_object_mut().unwrap().remove("pci"))));
     assert!(refused(&|state| state["pci"]["messages"]["table"] = serde_json::json!([])));
     assert!(refused(&|state| state["pci"]["messages"]["queues"] = serde_json::json!([0, 0])));
-    // Bits that no driver can set are not set by a file.
-    let mut state = saved.clone();
-    state["pci"]["config"]["command"] = 0xffff.into();
-    state["pci"]["messages"]["queues"][0] = 9.into();
-    let restored = Guest::new();
-    serde_json::from_value::<DeviceState>(state).unwrap().prepare(&restored.device).unwrap();
-    assert_eq!((restored.config(4, 2), restored.read(0x1a, 2)), (0x0406, 0xffff));
+    // What no driver can leave.
+    assert!(refused(&|state| state["pci"]["config"]["command"] = 0xffff.into()));
+    assert!(refused(&|state| state["pci"]["config"]["msix"] = 0x8002.into()));
+    assert!(refused(&|state| state["pci"]["messages"]["config"] = 2.into()));
+    assert!(refused(&|state| state["pci"]["messages"]["queues"][0] = 9.into()));
+    assert!(refused(&|state| state["pci"]["messages"]["table"][0]["words"][0] = 0xfee0_1001u32.into()));
+    assert!(refused(&|state| state["pci"]["messages"]["table"][1]["words"][3] = 3.into()));
 }
