@@ -14,7 +14,7 @@ use crate::{
     GuestMemory,
     arch::{
         boot::{self, BootError, Images},
-        cmdline::{self, CmdlineError, Devices, MmioDevice},
+        cmdline::{self, CmdlineError, Devices},
         cpuid::{self, CpuidError},
         mptable,
         registers::{self, RegisterError},
@@ -27,7 +27,7 @@ use crate::{
     kvm::{self, KvmError},
     layout,
     memory::{self, MemoryError, Pool, Size, Slots},
-    plug::{self, DeviceSlots, Place, Plug, PlugError},
+    plug::{self, DeviceSlots, Plug, PlugError},
     snapshot::{RestoreError, SaveError, Saved, Saver},
     vcpu::{ExitEvent, GuestIo},
     virtio::{
@@ -156,8 +156,9 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
     };
     // They come last, so that the other devices have the same addresses with and without them.
     let reserved = slots.reserve(ATTACHABLE_DEVICES);
-    let VirtioSlots { bus: mmio, addresses, devices, functions, .. } = slots;
-    let pci = (config.transport == Kind::Pci).then(|| Arc::new(PciBus::new(functions)));
+    let VirtioSlots { bus: mmio, slots: all, devices, .. } = slots;
+    let resources: Vec<_> = all.iter().map(|slot| slot.resources()).collect();
+    let pci = (config.transport == Kind::Pci).then(|| Arc::new(PciBus::new(all)));
     if let Some(pci) = &pci {
         ports.insert(pci_bus::PORT, pci_bus::PORTS, pci.clone());
     }
@@ -165,7 +166,7 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
 
     match host.origin {
         Origin::Images(images) => {
-            let devices = if pci.is_some() { Devices::Pci } else { Devices::Mmio(&addresses) };
+            let devices = if pci.is_some() { Devices::Pci } else { Devices::Mmio(&resources) };
             let cmdline = cmdline::build(config.console.is_some(), devices, &config.kernel_args)?;
             let entry = boot::load(&memory, images, &cmdline)?;
             mptable::write(&memory, config.vcpus).map_err(BuildError::MpTable)?;
@@ -266,22 +267,18 @@ fn net(index: usize, nic: &NicConfig) -> Result<(Tap, [u8; 6]), BuildError> {
     Ok((Tap::create(&nic.tap).map_err(failed)?, mac))
 }
 
-/// Assigns addresses and interrupts to the virtio devices.
+/// Assigns slots to the virtio devices.
 struct VirtioSlots {
     plug: Plug,
     transport: Kind,
     bus: Bus,
-    /// The addresses and interrupts of the MMIO transport, for the command line of the kernel.
-    addresses: Vec<MmioDevice>,
-    /// The slots of the PCI bus.
-    functions: Vec<Arc<Slot>>,
-    devices: Vec<Arc<Transport>>,
+    slots: Vec<Arc<Slot>>,
+    devices: Vec<Arc<dyn Transport>>,
 }
 
 impl VirtioSlots {
     fn new(plug: Plug, transport: Kind) -> Self {
-        let (bus, addresses, functions, devices) = (Bus::default(), Vec::new(), Vec::new(), Vec::new());
-        Self { plug, transport, bus, addresses, functions, devices }
+        Self { plug, transport, bus: Bus::default(), slots: Vec::new(), devices: Vec::new() }
     }
 
     fn plug_balloon(&mut self) -> Result<BalloonControl, BuildError> {
@@ -300,44 +297,33 @@ impl VirtioSlots {
         Ok(Some(control))
     }
 
-    /// Assigns the next address and interrupt to `device`, and connects it.
+    /// Connects `device` to the next slot.
     fn plug(&mut self, device: Box<dyn VirtioDevice>) -> Result<(), BuildError> {
         let most = match self.transport {
             Kind::Mmio => layout::VIRTIO_SLOTS,
             Kind::Pci => layout::PCI_FUNCTIONS,
         };
-        let (place, slot) = self.next().ok_or(BuildError::TooManyDevices { most })?;
-        let device = self.plug.connect(place, device)?;
-        slot.set(Some(device.clone()));
-        self.devices.push(device);
+        let slot = self.next().ok_or(BuildError::TooManyDevices { most })?;
+        self.devices.push(self.plug.connect(&slot, device)?);
         Ok(())
     }
 
-    /// Reserves addresses and interrupts for up to `count` devices that may be attached later.
-    fn reserve(&mut self, count: usize) -> Vec<(Place, Arc<Slot>)> {
+    /// Reserves up to `count` slots for devices that may be attached later.
+    fn reserve(&mut self, count: usize) -> Vec<Arc<Slot>> {
         iter::from_fn(|| self.next()).take(count).collect()
     }
 
-    /// The next address and interrupts, and the slot there. None: there is no more.
-    fn next(&mut self) -> Option<(Place, Arc<Slot>)> {
-        match self.transport {
-            Kind::Mmio => {
-                let number = self.addresses.len() as u32;
-                let address = layout::VIRTIO_MMIO_START + u64::from(number) * layout::VIRTIO_MMIO_SIZE;
-                let place = MmioDevice { address, gsi: layout::virtio_gsi(number)? };
-                let slot = Arc::new(Slot::mmio());
-                self.bus.insert(address, layout::VIRTIO_MMIO_SIZE, slot.clone());
-                self.addresses.push(place);
-                Some((Place::Mmio(place), slot))
-            }
-            Kind::Pci => {
-                let (address, gsi) = layout::pci_function(self.functions.len() as u32)?;
-                let slot = Arc::new(Slot::pci());
-                self.bus.insert(address.into(), layout::PCI_SIZE.into(), slot.clone());
-                self.functions.push(slot.clone());
-                Some((Place::Pci { address, gsi }, slot))
-            }
-        }
+    /// The next slot. None: there is no more.
+    fn next(&mut self) -> Option<Arc<Slot>> {
+        let number = self.slots.len() as u32;
+        let (resources, size) = match self.transport {
+            Kind::Mmio => (layout::mmio_slot(number)?, layout::VIRTIO_MMIO_SIZE),
+            Kind::Pci => (layout::pci_function(number)?, layout::PCI_SIZE),
+        };
+        let slot = Arc::new(Slot::new(self.transport, resources));
+        self.bus.insert(resources.address, size, slot.clone());
+        self.slots.push(slot.clone());
+        Some(slot)
     }
 }
 

@@ -131,7 +131,7 @@ pub struct Vm {
     /// What the guest says when it ends. Nothing if it has a console.
     pub last_words: Arc<LastWords>,
     /// The virtio devices, in the order of their addresses.
-    pub devices: Vec<Arc<Transport>>,
+    pub devices: Vec<Arc<dyn Transport>>,
     /// The PCI bus. None: the devices are not on one.
     pub pci: Option<Arc<PciBus>>,
     /// Changes the size of the guest's memory.

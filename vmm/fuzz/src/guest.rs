@@ -15,6 +15,7 @@ use std::{
 use bulkhead_vmm::{
     GuestMemory,
     bus::BusDevice,
+    layout::{FIRST_VIRTIO_GSI, Resources, VIRTIO_MMIO_START},
     memory,
     virtio::{VirtioDevice, mmio::MmioTransport, slot::Transport},
 };
@@ -66,7 +67,7 @@ pub struct Buffer {
 
 /// A device, its transport and the memory of its guest.
 pub struct Guest {
-    transport: Arc<Transport>,
+    transport: Arc<dyn Transport>,
     memory: GuestMemory,
     /// The name of the device's thread, by which it is found. There is one guest at a time.
     worker: &'static str,
@@ -91,9 +92,9 @@ impl Guest {
     ) -> io::Result<Self> {
         behave_as_the_vmm();
         let sizes = device.queue_sizes().to_vec();
-        let line = EventFd::new(EFD_NONBLOCK)?;
-        let transport = MmioTransport::new(device, memory.clone(), line).map_err(io::Error::other)?;
-        let transport = Arc::new(Transport::Mmio(transport));
+        let resources = Resources { address: VIRTIO_MMIO_START, gsi: FIRST_VIRTIO_GSI };
+        let transport = MmioTransport::new(device, memory.clone(), resources).map_err(io::Error::other)?;
+        let transport = Arc::new(transport);
         let next_avail = vec![0; sizes.len()];
         meddle::begin(&memory);
         Ok(Self {
@@ -108,7 +109,7 @@ impl Guest {
     }
 
     /// The transport of the device.
-    pub fn transport(&self) -> &Arc<Transport> {
+    pub fn transport(&self) -> &Arc<dyn Transport> {
         &self.transport
     }
 

@@ -13,26 +13,30 @@ use anyhow::{Result, ensure};
 use bulkhead_vmm::{
     GuestMemory,
     bus::Bus,
+    layout::{LAST_GSI, PCI_SIZE, PCI_START, Resources},
     memory,
     virtio::{
-        msix::{Irqfd, Message, Router},
+        msix::{Message, Router},
         pci::{
             PciTransport,
-            layout::{BAR_SIZE, NOTIFY},
+            layout::{NOTIFY, TABLE},
         },
         pci_bus::{PORT, PORTS, PciBus},
         rng::Rng,
         slot::{Slot, Transport},
     },
 };
+use bulkhead_vmm_api::Transport as Kind;
 use vm_memory::{Bytes, GuestAddress};
-use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+use vmm_sys_util::eventfd::EventFd;
 
-use crate::{guest::{PIECES, behave_as_the_vmm}, input::Input};
+use crate::{
+    guest::{PIECES, behave_as_the_vmm},
+    input::Input,
+};
 
-/// Where the memory of the function is, and its first interrupt.
-const ADDRESS: u32 = 0xd100_0000;
-const GSI: u32 = 24;
+/// The first interrupt of the function.
+const GSI: u32 = LAST_GSI + 1;
 /// The slot of the function.
 const SLOT: u32 = 2;
 /// The rings and the buffer of a legal driver.
@@ -45,8 +49,24 @@ const PATIENCE: Duration = Duration::from_secs(20);
 /// MSI-X and the fields of the access capability.
 const CONFIG: [u8; 8] = [0x04, 0x10, 0x42, 0xa4, 0xa8, 0xac, 0xb0, 0x00];
 /// Places in the memory of the function: fields of the common configuration, and entries of the MSI-X table.
-const PLACES: [u64; 16] =
-    [0x00, 0x08, 0x0c, 0x10, 0x14, 0x16, 0x18, 0x1a, 0x1c, 0x20, 0x28, 0x30, NOTIFY, 0x3000, 0x3010, 0x3018];
+const PLACES: [u64; 16] = [
+    0x00,
+    0x08,
+    0x0c,
+    0x10,
+    0x14,
+    0x16,
+    0x18,
+    0x1a,
+    0x1c,
+    0x20,
+    0x28,
+    0x30,
+    NOTIFY,
+    TABLE,
+    TABLE + 16,
+    TABLE + 24,
+];
 
 /// What KVM was told.
 #[derive(Default)]
@@ -64,7 +84,7 @@ pub(crate) struct Guest {
     bus: Bus,
     memory: GuestMemory,
     pub(crate) pci: Arc<PciBus>,
-    pub(crate) device: Arc<Transport>,
+    pub(crate) device: Arc<dyn Transport>,
     lines: Vec<EventFd>,
     routes: Arc<Routes>,
 }
@@ -83,19 +103,17 @@ pub fn run(bytes: &[u8]) -> Result<()> {
 impl Guest {
     pub(crate) fn new(memory: GuestMemory) -> Result<Self> {
         behave_as_the_vmm();
-        let device = Box::new(Rng::new()?);
-        let event = || EventFd::new(EFD_NONBLOCK);
-        let lines = (0..PciTransport::vectors(&*device)?).map(|_| event()).collect::<io::Result<Vec<_>>>()?;
-        let registered = (GSI..).zip(&lines).map(|(gsi, line)| Ok(Irqfd { gsi, event: line.try_clone()? }));
         let routes = Arc::new(Routes::default());
-        let registered = registered.collect::<io::Result<_>>()?;
-        let function = PciTransport::new(device, memory.clone(), ADDRESS, registered, routes.clone())?;
-        let device = Arc::new(Transport::Pci(function));
-        let slots: Vec<_> = (0..3).map(|_| Arc::new(Slot::pci())).collect();
+        let resources = Resources { address: PCI_START, gsi: GSI };
+        let function = PciTransport::new(Box::new(Rng::new()?), memory.clone(), resources, routes.clone())?;
+        let lines = function.irqfds().into_iter().map(|(_, event)| event.try_clone());
+        let lines = lines.collect::<io::Result<_>>()?;
+        let device: Arc<dyn Transport> = Arc::new(function);
+        let slots: Vec<_> = (0..3).map(|_| Arc::new(Slot::new(Kind::Pci, resources))).collect();
         let place = &slots[SLOT as usize - 1];
         place.set(Some(device.clone()));
         let mut bus = Bus::default();
-        bus.insert(ADDRESS.into(), BAR_SIZE, place.clone());
+        bus.insert(PCI_START, PCI_SIZE, place.clone());
         let pci = Arc::new(PciBus::new(slots));
         bus.insert(PORT, PORTS, pci.clone());
         Ok(Self { bus, memory, pci, device, lines, routes })
@@ -117,15 +135,15 @@ impl Guest {
             }
             4 => {
                 let (place, len) = (input.choose(&PLACES), input.below(9));
-                self.bus.write(u64::from(ADDRESS) + place + u64::from(input.u8() % 4), input.bytes(len));
+                self.bus.write(PCI_START + place + u64::from(input.u8() % 4), input.bytes(len));
             }
             5 => {
-                let offset = u64::from(input.u16()) % BAR_SIZE;
-                self.bus.read(u64::from(ADDRESS) + offset, &mut vec![0; input.below(9)]);
+                let offset = u64::from(input.u16()) % PCI_SIZE;
+                self.bus.read(PCI_START + offset, &mut vec![0; input.below(9)]);
             }
             6 => {
-                let offset = u64::from(input.u16()) % BAR_SIZE;
-                self.bus.write(u64::from(ADDRESS) + offset, input.bytes(8));
+                let offset = u64::from(input.u16()) % PCI_SIZE;
+                self.bus.write(PCI_START + offset, input.bytes(8));
             }
             _ => {
                 let interrupt = self.device.core().interrupt();
@@ -157,12 +175,12 @@ impl Guest {
     }
 
     fn write(&self, offset: u64, data: &[u8]) {
-        self.bus.write(u64::from(ADDRESS) + offset, data);
+        self.bus.write(PCI_START + offset, data);
     }
 
     fn read_byte(&self, offset: u64) -> u8 {
         let mut byte = [0xff];
-        self.bus.read(u64::from(ADDRESS) + offset, &mut byte);
+        self.bus.read(PCI_START + offset, &mut byte);
         byte[0]
     }
 
@@ -170,7 +188,7 @@ impl Guest {
     fn check(&self) -> Result<()> {
         ensure!(self.config(0) == 0x1044_1af4, "the function is another one");
         ensure!((0x10..=0x24).step_by(4).all(|bar| self.config(bar) == 0), "a BAR is not zero");
-        ensure!(self.config(0x54) == ADDRESS, "the memory was moved");
+        ensure!(u64::from(self.config(0x54)) == PCI_START, "the memory was moved");
         let routes = self.routes.0.lock().unwrap_or_else(PoisonError::into_inner);
         ensure!(routes.keys().all(|gsi| (GSI..GSI + 2).contains(gsi)), "a message of another function");
         // Not one of all processors by their physical IDs, and no vector below 16.
@@ -189,7 +207,7 @@ impl Guest {
         self.set_config(0x40, 0x8000_0000);
         for (entry, data) in [(0u64, 0x31u32), (1, 0x32)] {
             for (word, value) in [(12, 1), (0, 0xfee0_0000), (4, 0), (8, data), (12, 0)] {
-                self.write(0x3000 + 16 * entry + word, &u32::to_le_bytes(value));
+                self.write(TABLE + 16 * entry + word, &u32::to_le_bytes(value));
             }
         }
         // What was pending has been sent now.
@@ -200,7 +218,7 @@ impl Guest {
         for half in [0u32, 1] {
             self.write(0, &half.to_le_bytes());
             let mut offered = [0; 4];
-            self.bus.read(u64::from(ADDRESS) + 4, &mut offered);
+            self.bus.read(PCI_START + 4, &mut offered);
             self.write(8, &half.to_le_bytes());
             self.write(0xc, &offered);
         }

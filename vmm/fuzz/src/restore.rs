@@ -88,7 +88,7 @@ fn save_mmio() -> Result<Files> {
     let memory = allocate(Size::new(MEMORY_MIB, None), None)?;
     let mut guest = Guest::with_memory(memory.clone(), Box::new(Rng::new()?), "rng")?;
     serves(&mut guest)?;
-    let device = DeviceState::save(guest.transport())?;
+    let device = DeviceState::save(&**guest.transport())?;
     guest.offer(0, &[Buffer { address: BUFFERS, len: 16, write: true }]);
     save(Transport::Mmio, &memory, &device, None)
 }
@@ -98,7 +98,7 @@ fn save_pci() -> Result<Files> {
     let memory = allocate(Size::new(MEMORY_MIB, None), None)?;
     let guest = pci::Guest::new(memory.clone())?;
     guest.serves()?;
-    let device = DeviceState::save(&guest.device)?;
+    let device = DeviceState::save(&*guest.device)?;
     save(Transport::Pci, &memory, &device, Some(guest.pci.address()))
 }
 

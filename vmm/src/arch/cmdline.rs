@@ -3,7 +3,7 @@
 use linux_loader::cmdline::Cmdline;
 use vm_memory::GuestAddress;
 
-use crate::layout;
+use crate::layout::{self, Resources};
 
 /// COMMAND_LINE_SIZE of Linux on x86. It includes the final NUL.
 const CAPACITY: usize = 2048;
@@ -44,20 +44,11 @@ pub struct CmdlineError {
     source: linux_loader::cmdline::Error,
 }
 
-/// A virtio-mmio device for the command line.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct MmioDevice {
-    /// The address of its registers.
-    pub address: u64,
-    /// Its interrupt.
-    pub gsi: u32,
-}
-
 /// How the kernel finds the virtio devices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Devices<'d> {
     /// Each is on the command line. The kernel does not look for a PCI bus.
-    Mmio(&'d [MmioDevice]),
+    Mmio(&'d [Resources]),
     /// They are on the PCI bus.
     Pci,
 }
@@ -112,7 +103,7 @@ pub fn build(console: bool, devices: Devices<'_>, extra: &[String]) -> Result<Cm
 mod tests {
     use super::*;
 
-    fn text(console: bool, devices: &[MmioDevice], extra: &[String]) -> String {
+    fn text(console: bool, devices: &[Resources], extra: &[String]) -> String {
         build(console, Devices::Mmio(devices), extra).unwrap().as_cstring().unwrap().into_string().unwrap()
     }
 
@@ -132,7 +123,7 @@ mod tests {
 
     #[test]
     fn devices_are_announced_and_the_users_words_come_last() {
-        let devices = [MmioDevice { address: 0xd000_0000, gsi: 5 }];
+        let devices = [Resources { address: 0xd000_0000, gsi: 5 }];
         let line = text(false, &devices, &["loglevel=7".into()]);
         assert!(line.ends_with("virtio_mmio.device=4K@0xd0000000:5 loglevel=7"), "{line}");
     }
@@ -154,8 +145,7 @@ mod tests {
 
     #[test]
     fn all_devices_fit() {
-        let devices: Vec<_> =
-            (0..).map_while(layout::virtio_gsi).map(|gsi| MmioDevice { address: 0xd000_0000, gsi }).collect();
+        let devices: Vec<_> = (0..).map_while(layout::mmio_slot).collect();
         assert!(text(false, &devices, &[]).len() < CAPACITY);
     }
 }

@@ -81,7 +81,7 @@ mod tests {
         os::{fd::AsRawFd, unix::net::UnixDatagram},
         process::Command,
         ptr,
-        sync::Arc,
+        sync::{Arc, atomic::AtomicBool},
         thread,
     };
 
@@ -90,16 +90,17 @@ mod tests {
         sys::signal::{Signal, kill},
         unistd::{Pid, chroot},
     };
-    use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+    use vmm_sys_util::eventfd::EventFd;
 
     use super::*;
     use crate::{
         jail::testing::{End, drill},
+        layout::Resources,
         memory,
         virtio::{
             block::{Block, BlockThread},
             mmio::MmioTransport,
-            msix::{Line, Message, Router},
+            msix::{Message, Router},
             pci::PciTransport,
         },
     };
@@ -229,7 +230,7 @@ mod tests {
     fn the_main_thread_makes_a_device_with_either_transport() {
         struct NoRouter;
         impl Router for NoRouter {
-            fn route(&self, _: u32, _: Message) -> io::Result<()> {
+            fn route(&self, _: &[(u32, Message)], _: &AtomicBool) -> io::Result<()> {
                 Ok(())
             }
         }
@@ -240,11 +241,10 @@ mod tests {
                 let files = [(); 2].map(|()| tempfile::tempfile().unwrap());
                 files.iter().for_each(|file| file.set_len(4096).unwrap());
                 install_filter(ThreadRole::Control).unwrap();
-                let event = || EventFd::new(EFD_NONBLOCK | libc::EFD_CLOEXEC).unwrap();
                 let [one, other] = files.map(|file| Block::open(file, "a", true, false, &thread).unwrap());
-                let mmio = MmioTransport::new(Box::new(one), memory.clone(), event()).is_ok();
-                let lines = [24, 25].map(|gsi| Line { gsi, event: event() });
-                let pci = PciTransport::new(Box::new(other), memory, 0, lines.into(), Arc::new(NoRouter));
+                let resources = Resources { address: 0xd000_0000, gsi: 24 };
+                let mmio = MmioTransport::new(Box::new(one), memory.clone(), resources).is_ok();
+                let pci = PciTransport::new(Box::new(other), memory, resources, Arc::new(NoRouter));
                 mmio && pci.is_ok()
             });
             assert!(made.join().unwrap());

@@ -2,26 +2,23 @@
 
 use std::{io, sync::Arc};
 
-use bulkhead_vmm_api::BlockCounts;
+use bulkhead_vmm_api::{BlockCounts, Transport as Kind};
 use kvm_ioctls::{IoEventAddress, NoDatamatch, VmFd};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
+use self::routes::KvmRoutes;
 use crate::{
     GuestMemory,
-    arch::cmdline::MmioDevice,
     virtio::{
-        INTERRUPT_USED, VirtioDevice,
+        VirtioDevice,
         block::{Block, BlockThread, Disk},
-        mmio::{self, MmioTransport},
-        msix::Irqfd,
+        mmio::MmioTransport,
         net::{Net, NetThread},
-        pci::{self, PciTransport},
-        slot::{Slot, Transport},
+        pci::PciTransport,
+        slot::{IoEventFd, Slot, Transport},
         transport::TransportError,
     },
 };
-
-pub use routes::KvmRoutes;
 
 mod routes;
 
@@ -34,8 +31,6 @@ pub enum PlugError {
     Kvm { what: &'static str, source: kvm_ioctls::Error },
     #[error(transparent)]
     Transport(#[from] TransportError),
-    #[error("a device is not where it was connected")]
-    Misplaced,
     #[error("the VM has no slot for another device")]
     Full,
     #[error("the VM has a block device with the serial number {0:?} already")]
@@ -47,22 +42,8 @@ pub enum PlugError {
 /// Creates an event that raises the interrupt `gsi` in the guest.
 pub fn interrupt(vm: &VmFd, gsi: u32) -> Result<EventFd, PlugError> {
     let line = EventFd::new(EFD_NONBLOCK | libc::EFD_CLOEXEC).map_err(PlugError::Event)?;
-    vm.register_irqfd(&line, gsi).map_err(failed("cannot create an interrupt"))?;
+    vm.register_irqfd(&line, gsi).map_err(failed(NO_INTERRUPT))?;
     Ok(line)
-}
-
-/// Where a device is on the guest's bus.
-#[derive(Debug, Clone, Copy)]
-pub enum Place {
-    /// A page of registers and an interrupt.
-    Mmio(MmioDevice),
-    /// A slot of the PCI bus.
-    Pci {
-        /// The address of the function's memory.
-        address: u32,
-        /// Its first interrupt. The others follow.
-        gsi: u32,
-    },
 }
 
 /// Connects devices to a VM.
@@ -80,102 +61,62 @@ impl Plug {
     }
 
     /// Tells KVM of the interrupt messages of devices that were restored.
-    pub fn route(&self, devices: &[Arc<Transport>]) -> io::Result<()> {
+    pub fn route(&self, devices: &[Arc<dyn Transport>]) -> io::Result<()> {
         let functions = devices.iter().filter_map(|device| device.pci());
         self.routes.route_all(&functions.map(PciTransport::messages).collect::<Vec<_>>())
     }
 
-    /// Connects `device` with the transport of its `place`. Registers its interrupts and the notifications of its
-    /// queues with KVM.
-    pub fn connect(&self, place: Place, device: Box<dyn VirtioDevice>) -> Result<Arc<Transport>, PlugError> {
-        let transport = match place {
-            Place::Mmio(slot) => Transport::Mmio(self.connect_mmio(slot, device)?),
-            Place::Pci { address, gsi } => Transport::Pci(self.connect_pci(address, gsi, device)?),
+    /// Puts `device` in a slot. Registers its interrupts and the notifications of its queues with KVM.
+    pub fn connect(
+        &self,
+        slot: &Slot,
+        device: Box<dyn VirtioDevice>,
+    ) -> Result<Arc<dyn Transport>, PlugError> {
+        let (memory, resources) = (self.memory.clone(), slot.resources());
+        let device: Arc<dyn Transport> = match slot.kind() {
+            Kind::Mmio => Arc::new(MmioTransport::new(device, memory, resources)?),
+            Kind::Pci => Arc::new(PciTransport::new(device, memory, resources, self.routes.clone())?),
         };
-        Ok(Arc::new(transport))
-    }
-
-    /// The acknowledgement of the interrupt is registered with KVM too.
-    fn connect_mmio(
-        &self,
-        slot: MmioDevice,
-        device: Box<dyn VirtioDevice>,
-    ) -> Result<MmioTransport, PlugError> {
-        let line = interrupt(&self.vm, slot.gsi)?;
-        let transport = MmioTransport::new(device, self.memory.clone(), line)?;
-        let notify = IoEventAddress::Mmio(slot.address + mmio::NOTIFY_OFFSET);
-        for (queue, kick) in (0u32..).zip(transport.core().kicks()) {
-            self.vm.register_ioevent(kick, &notify, queue).map_err(failed(NO_NOTIFICATION))?;
+        for (gsi, event) in device.irqfds() {
+            self.vm.register_irqfd(event, gsi).map_err(failed(NO_INTERRUPT))?;
         }
-        let acknowledge = IoEventAddress::Mmio(slot.address + mmio::ACKNOWLEDGE_OFFSET);
-        self.vm
-            .register_ioevent(transport.acknowledged(), &acknowledge, INTERRUPT_USED)
-            .map_err(failed("cannot create the acknowledgement of an interrupt"))?;
-        Ok(transport)
-    }
-
-    fn connect_pci(
-        &self,
-        address: u32,
-        gsi: u32,
-        device: Box<dyn VirtioDevice>,
-    ) -> Result<PciTransport, PlugError> {
-        let vectors = PciTransport::vectors(&*device)?;
-        let irqfd = |gsi| Ok(Irqfd { gsi, event: interrupt(&self.vm, gsi)? });
-        let irqfds = (gsi..).take(vectors).map(irqfd).collect::<Result<Vec<_>, PlugError>>()?;
-        let transport = PciTransport::new(device, self.memory.clone(), address, irqfds, self.routes.clone())?;
-        for (queue, kick) in (0u64..).zip(transport.core().kicks()) {
-            self.vm
-                .register_ioevent(kick, &pci_notification(address, queue), NoDatamatch)
-                .map_err(failed(NO_NOTIFICATION))?;
+        for IoEventFd { address, value, event } in device.ioeventfds() {
+            let address = IoEventAddress::Mmio(address);
+            let registered = match value {
+                Some(value) => self.vm.register_ioevent(event, &address, value),
+                None => self.vm.register_ioevent(event, &address, NoDatamatch),
+            };
+            registered.map_err(failed("cannot create the notification of a device"))?;
         }
-        Ok(transport)
+        slot.set(Some(device.clone()));
+        Ok(device)
     }
 
     /// Undoes [`Plug::connect`]. The messages of a function stay in KVM's table, where no irqfd sends them.
-    fn disconnect(&self, place: Place, transport: &Transport) -> Result<(), PlugError> {
-        const NOTIFICATION: &str = "cannot remove the notification of a queue";
-        const INTERRUPT: &str = "cannot remove an interrupt";
-        match (place, transport) {
-            (Place::Mmio(slot), Transport::Mmio(transport)) => {
-                let notify = IoEventAddress::Mmio(slot.address + mmio::NOTIFY_OFFSET);
-                for (queue, kick) in (0u32..).zip(transport.core().kicks()) {
-                    self.vm.unregister_ioevent(kick, &notify, queue).map_err(failed(NOTIFICATION))?;
-                }
-                let acknowledge = IoEventAddress::Mmio(slot.address + mmio::ACKNOWLEDGE_OFFSET);
-                self.vm
-                    .unregister_ioevent(transport.acknowledged(), &acknowledge, INTERRUPT_USED)
-                    .map_err(failed("cannot remove the acknowledgement of an interrupt"))?;
-                let line = transport.core().interrupt().line().ok_or(PlugError::Misplaced)?;
-                self.vm.unregister_irqfd(line, slot.gsi).map_err(failed(INTERRUPT))
-            }
-            (Place::Pci { address, .. }, Transport::Pci(transport)) => {
-                for (queue, kick) in (0u64..).zip(transport.core().kicks()) {
-                    self.vm
-                        .unregister_ioevent(kick, &pci_notification(address, queue), NoDatamatch)
-                        .map_err(failed(NOTIFICATION))?;
-                }
-                transport.messages().disconnect();
-                transport.messages().irqfds().try_for_each(|irqfd| {
-                    self.vm.unregister_irqfd(&irqfd.event, irqfd.gsi).map_err(failed(INTERRUPT))
-                })
-            }
-            (Place::Mmio(_), Transport::Pci(_)) | (Place::Pci { .. }, Transport::Mmio(_)) => {
-                Err(PlugError::Misplaced)
-            }
+    fn disconnect(&self, slot: &Slot, device: &dyn Transport) -> Result<(), PlugError> {
+        if let Some(function) = device.pci() {
+            function.messages().disconnect();
         }
+        for IoEventFd { address, value, event } in device.ioeventfds() {
+            let address = IoEventAddress::Mmio(address);
+            let removed = match value {
+                Some(value) => self.vm.unregister_ioevent(event, &address, value),
+                None => self.vm.unregister_ioevent(event, &address, NoDatamatch),
+            };
+            removed.map_err(failed("cannot remove the notification of a device"))?;
+        }
+        for (gsi, event) in device.irqfds() {
+            self.vm.unregister_irqfd(event, gsi).map_err(failed("cannot remove an interrupt"))?;
+        }
+        slot.set(None);
+        Ok(())
     }
 }
 
-const NO_NOTIFICATION: &str = "cannot create the notification of a queue";
+const NO_INTERRUPT: &str = "cannot create an interrupt";
 
 fn failed(what: &'static str) -> impl Fn(kvm_ioctls::Error) -> PlugError {
     move |source| PlugError::Kvm { what, source }
-}
-
-/// The address of the notification of a queue. Nobody else writes to it, so KVM need not look at the value.
-fn pci_notification(address: u32, queue: u64) -> IoEventAddress {
-    IoEventAddress::Mmio(u64::from(address) + pci::layout::NOTIFY + queue * pci::layout::NOTIFY_STEP)
 }
 
 /// The slots for devices that are attached while the VM runs, and the threads that will serve them.
@@ -186,26 +127,25 @@ pub struct DeviceSlots {
     /// That of block devices.
     pub block: BlockThread,
     /// The slots that are free. The last one is the next.
-    free: Vec<(Place, Arc<Slot>)>,
+    free: Vec<Arc<Slot>>,
     /// The block devices.
     disks: Vec<AttachedDisk>,
     /// What the guest has requested of those that were taken away.
     gone_counts: BlockCounts,
     /// The slots of devices that were taken away, until their drivers have reset them.
-    gone: Vec<(Place, Arc<Slot>)>,
+    gone: Vec<Arc<Slot>>,
 }
 
 /// A block device in its slot.
 struct AttachedDisk {
     serial: String,
     disk: Arc<Disk>,
-    place: Place,
     slot: Arc<Slot>,
 }
 
 impl DeviceSlots {
     /// All `slots` are free.
-    pub fn new(plug: Plug, net: NetThread, block: BlockThread, mut slots: Vec<(Place, Arc<Slot>)>) -> Self {
+    pub fn new(plug: Plug, net: NetThread, block: BlockThread, mut slots: Vec<Arc<Slot>>) -> Self {
         slots.reverse();
         Self {
             plug,
@@ -234,8 +174,8 @@ impl DeviceSlots {
             return Err(PlugError::Taken(serial.to_owned()));
         }
         let disk = device.disk();
-        let (place, slot) = self.attach(Box::new(device))?;
-        self.disks.push(AttachedDisk { serial: serial.to_owned(), disk, place, slot });
+        let slot = self.attach(Box::new(device))?;
+        self.disks.push(AttachedDisk { serial: serial.to_owned(), disk, slot });
         Ok(())
     }
 
@@ -243,36 +183,35 @@ impl DeviceSlots {
     /// uses it gets an error for each request, so that it can let it go. When it has done so, the slot is free.
     pub fn detach_block(&mut self, serial: &str) -> Result<(), PlugError> {
         let Some(index) = self.disks.iter().position(|disk| disk.serial == serial) else { return Ok(()) };
-        let AttachedDisk { disk, place, slot, .. } = self.disks.swap_remove(index);
+        let AttachedDisk { disk, slot, .. } = self.disks.swap_remove(index);
         if let Some(device) = slot.device() {
             device.core().hide();
         }
-        self.gone.push((place, slot));
+        self.gone.push(slot);
         self.gone_counts = added(self.gone_counts, disk.counts());
         if disk.close() { Ok(()) } else { Err(PlugError::Busy(serial.to_owned())) }
     }
 
     /// Frees the slots of devices that were taken away, and that their drivers have let go.
     fn free_gone(&mut self) {
-        self.gone.retain(|(place, slot)| {
+        self.gone.retain(|slot| {
             let Some(device) = slot.device().filter(|device| device.core().has_no_driver()) else {
                 return true;
             };
             // A slot of which KVM still knows is not used again.
-            if self.plug.disconnect(*place, &device).is_ok() {
-                slot.set(None);
-                self.free.push((*place, slot.clone()));
+            if self.plug.disconnect(slot, &*device).is_ok() {
+                self.free.push(slot.clone());
             }
             false
         });
     }
 
-    fn attach(&mut self, device: Box<dyn VirtioDevice>) -> Result<(Place, Arc<Slot>), PlugError> {
+    fn attach(&mut self, device: Box<dyn VirtioDevice>) -> Result<Arc<Slot>, PlugError> {
         self.free_gone();
         // If this fails, KVM may know of a part of it. So the slot is not used again.
-        let (place, slot) = self.free.pop().ok_or(PlugError::Full)?;
-        slot.set(Some(self.plug.connect(place, device)?));
-        Ok((place, slot))
+        let slot = self.free.pop().ok_or(PlugError::Full)?;
+        self.plug.connect(&slot, device)?;
+        Ok(slot)
     }
 }
 
@@ -287,11 +226,13 @@ fn added(one: BlockCounts, other: BlockCounts) -> BlockCounts {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::bus::BusDevice;
+    use crate::{bus::BusDevice, layout::Resources};
+
+    const RESOURCES: Resources = Resources { address: 0xd000_0000, gsi: 5 };
 
     #[test]
     fn a_slot_without_a_device_is_ignored_by_drivers() {
-        let slot = Slot::mmio();
+        let slot = Slot::new(Kind::Mmio, RESOURCES);
         let word = |offset| {
             let mut data = [0xff; 4];
             slot.read(offset, &mut data);
@@ -316,15 +257,14 @@ mod tests {
         file.set_len(4096).unwrap();
         let block = Block::open(file, "a", true, false, &BlockThread::start().unwrap()).unwrap();
         let memory = crate::memory::lay_out(&[(0, 0x10000)], 0).unwrap();
-        let line = EventFd::new(EFD_NONBLOCK).unwrap();
-        let device = MmioTransport::new(Box::new(block), memory, line).unwrap();
-        let slot = Slot::mmio();
+        let device = MmioTransport::new(Box::new(block), memory, RESOURCES).unwrap();
+        let slot = Slot::new(Kind::Mmio, RESOURCES);
         let device_id = || {
             let mut data = [0; 4];
             slot.read(8, &mut data);
             u32::from_le_bytes(data)
         };
-        slot.set(Some(Arc::new(Transport::Mmio(device))));
+        slot.set(Some(Arc::new(device)));
         assert_eq!(device_id(), 2);
         slot.set(None);
         assert_eq!(device_id(), 0);

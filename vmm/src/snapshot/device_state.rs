@@ -21,7 +21,7 @@ pub struct DeviceState {
 
 impl DeviceState {
     /// Stops the device and returns its state. Its connections and open files are lost.
-    pub fn save(transport: &Transport) -> io::Result<Self> {
+    pub fn save(transport: &dyn Transport) -> io::Result<Self> {
         let core = transport.core();
         let registers = core.stop()?;
         let (device_type, features) = core.identity();
@@ -31,7 +31,7 @@ impl DeviceState {
 
     /// Restores what is to be known of a new device of the same type before one of them is activated: the interrupt
     /// messages.
-    pub fn prepare(&self, transport: &Transport) -> io::Result<()> {
+    pub fn prepare(&self, transport: &dyn Transport) -> io::Result<()> {
         let core = transport.core();
         let sizes: Vec<u16> = self.registers.queue_sizes().collect();
         if core.identity() != (self.device_type, self.features) || core.queue_sizes() != sizes {
@@ -46,7 +46,7 @@ impl DeviceState {
 
     /// Restores the rest of the state, and activates the device if the saved one was active. Guest memory and KVM's
     /// interrupt controllers must have been restored before.
-    pub fn restore(&self, transport: &Transport) -> io::Result<()> {
+    pub fn restore(&self, transport: &dyn Transport) -> io::Result<()> {
         let core = transport.core();
         core.resume(&self.registers)?;
         core.interrupt().restore(self.interrupt)

@@ -155,7 +155,7 @@ pub struct StoppedVm<'v> {
     pub fd: &'v VmFd,
     pub memory: &'v GuestMemory,
     /// In the order of their addresses.
-    pub devices: &'v [Arc<Transport>],
+    pub devices: &'v [Arc<dyn Transport>],
     /// The PCI bus, if the devices are on one.
     pub pci: Option<&'v PciBus>,
 }
@@ -182,7 +182,7 @@ impl Saver {
     /// Saves the VM and stops its devices for good. The state is written last, so an incomplete save has no state.
     pub fn save(mut self, vm: &StoppedVm) -> Result<(), SaveError> {
         let devices = vm.devices.iter().enumerate().map(|(index, device)| {
-            DeviceState::save(device).map_err(|source| SaveError::Device { index, source })
+            DeviceState::save(&**device).map_err(|source| SaveError::Device { index, source })
         });
         let devices = devices.collect::<Result<_, _>>()?;
         let vcpus = vm.vcpus.iter().zip(self.cpuid);
@@ -291,7 +291,7 @@ impl Saved {
     /// messages, which go to KVM next.
     pub fn prepare_devices(
         &self,
-        devices: &[Arc<Transport>],
+        devices: &[Arc<dyn Transport>],
         pci: Option<&PciBus>,
     ) -> Result<(), RestoreError> {
         let (saved, wanted) = (self.state.devices.len(), devices.len());
@@ -309,17 +309,17 @@ impl Saved {
 
     /// Restores the devices. Call this last, because a device may interrupt the guest at once, and before the guest
     /// runs.
-    pub fn restore_devices(&self, devices: &[Arc<Transport>]) -> Result<(), RestoreError> {
+    pub fn restore_devices(&self, devices: &[Arc<dyn Transport>]) -> Result<(), RestoreError> {
         self.for_each_device(devices, DeviceState::restore)
     }
 
     fn for_each_device(
         &self,
-        devices: &[Arc<Transport>],
-        restore: fn(&DeviceState, &Transport) -> io::Result<()>,
+        devices: &[Arc<dyn Transport>],
+        restore: fn(&DeviceState, &dyn Transport) -> io::Result<()>,
     ) -> Result<(), RestoreError> {
         devices.iter().zip(&self.state.devices).enumerate().try_for_each(|(index, (device, state))| {
-            restore(state, device).map_err(|source| RestoreError::Device { index, source })
+            restore(state, &**device).map_err(|source| RestoreError::Device { index, source })
         })
     }
 }

@@ -34,7 +34,7 @@ enum Wiring {
 }
 
 /// The interrupts that the driver has not acknowledged yet, or whose acknowledgement KVM has handled by itself (see
-/// [`super::mmio::MmioTransport::acknowledged`]), and DEVICE_NEEDS_RESET.
+/// [`super::mmio::MmioTransport`]), and DEVICE_NEEDS_RESET.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct InterruptState {

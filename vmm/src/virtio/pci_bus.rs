@@ -15,8 +15,6 @@ use crate::bus::BusDevice;
 /// The first port, and the number of ports.
 pub const PORT: u64 = 0xcf8;
 pub const PORTS: u64 = 8;
-/// The slots of the bus. The first has the bridge to the host.
-pub const SLOTS: usize = 32;
 
 /// The offset of the data from [`PORT`].
 const DATA: u64 = 4;
@@ -34,7 +32,7 @@ pub struct PciBus {
 /// The function that the address names.
 enum Function<'b> {
     Bridge(&'b ConfigSpace),
-    Device(Arc<Transport>),
+    Device(Arc<dyn Transport>),
 }
 
 impl PciBus {

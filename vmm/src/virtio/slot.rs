@@ -1,101 +1,80 @@
-//! A device behind one of the transports, and its place on the guest's bus.
+//! A device behind one of the transports, and its slot on the guest's bus.
 
 use std::sync::{Arc, PoisonError, RwLock};
 
-use super::{
-    mmio::{self, MmioTransport},
-    pci::PciTransport,
-    transport::Core,
-};
-use crate::bus::BusDevice;
+use bulkhead_vmm_api::Transport as Kind;
+use vmm_sys_util::eventfd::EventFd;
 
-/// A device behind one of the transports.
-pub enum Transport {
-    /// Its registers are at a fixed address, and it has one interrupt line.
-    Mmio(MmioTransport),
-    /// It is a function of the PCI bus, and has an interrupt message for each queue.
-    Pci(PciTransport),
-}
+use super::{mmio, pci::PciTransport, transport::Core};
+use crate::{bus::BusDevice, layout::Resources};
 
-impl Transport {
+/// A device behind one of the transports: its registers in memory, and the rest.
+pub trait Transport: BusDevice {
     /// The device.
-    pub fn core(&self) -> &Core {
-        match self {
-            Self::Mmio(transport) => transport.core(),
-            Self::Pci(transport) => transport.core(),
-        }
-    }
+    fn core(&self) -> &Core;
+
+    /// What KVM signals when the driver writes to a register.
+    fn ioeventfds(&self) -> Vec<IoEventFd<'_>>;
+
+    /// The events by which the device interrupts the guest, with their numbers (GSI).
+    fn irqfds(&self) -> Vec<(u32, &EventFd)>;
 
     /// The PCI function, if it is one.
-    pub fn pci(&self) -> Option<&PciTransport> {
-        match self {
-            Self::Mmio(_) => None,
-            Self::Pci(transport) => Some(transport),
-        }
+    fn pci(&self) -> Option<&PciTransport> {
+        None
     }
 }
 
-/// The registers in memory.
-impl BusDevice for Transport {
-    fn read(&self, offset: u64, data: &mut [u8]) {
-        match self {
-            Self::Mmio(transport) => transport.read(offset, data),
-            Self::Pci(transport) => transport.read(offset, data),
-        }
-    }
-
-    fn write(&self, offset: u64, data: &[u8]) {
-        match self {
-            Self::Mmio(transport) => transport.write(offset, data),
-            Self::Pci(transport) => transport.write(offset, data),
-        }
-    }
+/// A write to this address signals the event, and does not exit to the VMM.
+pub struct IoEventFd<'d> {
+    pub address: u64,
+    /// Only if it writes this value. None: any.
+    pub value: Option<u32>,
+    pub event: &'d EventFd,
 }
 
-/// A place on the bus for a device, which may come and go while the VM runs.
+/// A slot of the bus, for a device that may come and go while the VM runs.
 pub struct Slot {
-    device: RwLock<Option<Arc<Transport>>>,
-    nothing: Nothing,
-}
-
-/// What is read where there is no device.
-#[derive(Debug, Clone, Copy)]
-enum Nothing {
-    /// The device ID is 0, and there are no other registers but those that all devices have. The driver ignores such a
-    /// device (virtio 1.3, 4.2.2).
-    Placeholder,
-    /// All ones.
-    Empty,
+    kind: Kind,
+    resources: Resources,
+    device: RwLock<Option<Arc<dyn Transport>>>,
 }
 
 impl Slot {
-    /// A slot for a device with the MMIO transport.
-    pub fn mmio() -> Self {
-        Self { device: RwLock::default(), nothing: Nothing::Placeholder }
+    /// A slot without a device.
+    pub fn new(kind: Kind, resources: Resources) -> Self {
+        Self { kind, resources, device: RwLock::default() }
     }
 
-    /// A slot of the PCI bus.
-    pub fn pci() -> Self {
-        Self { device: RwLock::default(), nothing: Nothing::Empty }
+    /// The transport of its devices.
+    pub fn kind(&self) -> Kind {
+        self.kind
+    }
+
+    /// What its device has.
+    pub fn resources(&self) -> Resources {
+        self.resources
     }
 
     /// The device that is there. Nobody waits for it with the lock held.
-    pub fn device(&self) -> Option<Arc<Transport>> {
+    pub fn device(&self) -> Option<Arc<dyn Transport>> {
         self.device.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Puts a device in, or takes it out.
-    pub fn set(&self, device: Option<Arc<Transport>>) {
+    pub fn set(&self, device: Option<Arc<dyn Transport>>) {
         *self.device.write().unwrap_or_else(PoisonError::into_inner) = device;
     }
 }
 
 impl BusDevice for Slot {
+    /// Without a device, a driver of the MMIO transport reads the device ID 0, and ignores it (virtio 1.3, 4.2.2). The
+    /// memory of a PCI function that does not exist reads all ones.
     fn read(&self, offset: u64, data: &mut [u8]) {
-        match (self.device(), self.nothing) {
+        match (self.device(), self.kind) {
             (Some(device), _) => device.read(offset, data),
-            (None, Nothing::Placeholder) => mmio::read_placeholder(offset, data),
-            (None, Nothing::Empty) => {}
+            (None, Kind::Mmio) => mmio::read_placeholder(offset, data),
+            (None, Kind::Pci) => {}
         }
     }
 

@@ -5,51 +5,58 @@ use std::sync::Arc;
 use vmm_sys_util::eventfd::EventFd;
 
 use super::{
-    Interrupt, VirtioDevice,
+    INTERRUPT_USED, Interrupt, VirtioDevice,
+    slot::{IoEventFd, Transport},
     transport::{
         Core, TransportError, event,
         registers::{self, reg},
     },
 };
-use crate::{GuestMemory, bus::BusDevice};
+use crate::{GuestMemory, bus::BusDevice, layout::Resources};
 
-/// The offset of the register that the ioeventfds of a device's queues listen to.
-pub const NOTIFY_OFFSET: u64 = reg::QUEUE_NOTIFY;
-/// The offset of the register by which the driver acknowledges interrupts. See [`MmioTransport::acknowledged`].
-pub const ACKNOWLEDGE_OFFSET: u64 = reg::INTERRUPT_ACK;
-
-/// A device and its registers. Each of its [`Core::kicks`] is registered as an ioeventfd at [`NOTIFY_OFFSET`] for the
-/// value that is its index.
+/// A device and its registers.
 pub struct MmioTransport {
     core: Core,
+    resources: Resources,
+    /// The event of the acknowledgement of an interrupt that was about used buffers only. With it, the vCPU need not
+    /// leave KVM for that. Nobody waits for the event: the bit stays set in InterruptStatus, and the driver finds no
+    /// used buffers if there are none.
     acknowledged: EventFd,
 }
 
 impl MmioTransport {
-    /// Connects `device` to a guest with `memory`. `line` is registered with KVM as an irqfd.
+    /// Connects `device` to a guest with `memory`.
     pub fn new(
         device: Box<dyn VirtioDevice>,
         memory: GuestMemory,
-        line: EventFd,
+        resources: Resources,
     ) -> Result<Self, TransportError> {
-        let acknowledged = event()?;
+        let (line, acknowledged) = (event()?, event()?);
         let core = Core::new(device, memory, Arc::new(Interrupt::new(line)))?;
-        Ok(Self { core, acknowledged })
+        Ok(Self { core, resources, acknowledged })
     }
+}
 
-    /// The device.
-    pub fn core(&self) -> &Core {
+impl Transport for MmioTransport {
+    fn core(&self) -> &Core {
         &self.core
     }
 
-    /// The event of the acknowledgement of an interrupt that was about used buffers only. It is registered as an
-    /// ioeventfd at [`ACKNOWLEDGE_OFFSET`] for the value [`INTERRUPT_USED`], so that the vCPU need not leave KVM for
-    /// it. Nobody waits for the event: the bit stays set in InterruptStatus, and the driver finds no used buffers if
-    /// there are none.
-    ///
-    /// [`INTERRUPT_USED`]: super::INTERRUPT_USED
-    pub fn acknowledged(&self) -> &EventFd {
-        &self.acknowledged
+    fn ioeventfds(&self) -> Vec<IoEventFd<'_>> {
+        let registered = |register, value, event| IoEventFd {
+            address: self.resources.address + register,
+            value: Some(value),
+            event,
+        };
+        let queues = (0..).zip(self.core.kicks());
+        let mut all: Vec<_> =
+            queues.map(|(queue, kick)| registered(reg::QUEUE_NOTIFY, queue, kick)).collect();
+        all.push(registered(reg::INTERRUPT_ACK, INTERRUPT_USED, &self.acknowledged));
+        all
+    }
+
+    fn irqfds(&self) -> Vec<(u32, &EventFd)> {
+        self.core.interrupt().line().map(|line| (self.resources.gsi, line)).into_iter().collect()
     }
 }
 

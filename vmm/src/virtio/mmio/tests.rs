@@ -9,7 +9,6 @@ use std::{
 use serde_json::{Value, json};
 use virtio_queue::QueueT;
 use vm_memory::{Bytes, GuestAddress};
-use vmm_sys_util::eventfd::EFD_NONBLOCK;
 
 use super::*;
 use crate::{
@@ -20,7 +19,6 @@ use crate::{
         Activation,
         device_threads::Job,
         event_loop::{EventError, EventHandler, Events},
-        slot::Transport,
         transport::registers::{VIRTIO_F_EVENT_IDX, VIRTIO_F_VERSION_1, status},
     },
 };
@@ -87,14 +85,14 @@ impl VirtioDevice for Fake {
 }
 
 /// Restores a device to a new transport, as a VM does.
-fn restored_from(saved: &DeviceState, transport: &Transport) -> io::Result<()> {
+fn restored_from(saved: &DeviceState, transport: &MmioTransport) -> io::Result<()> {
     saved.prepare(transport)?;
     saved.restore(transport)
 }
 
 /// A driver of the fake device.
 struct Driver {
-    transport: Transport,
+    transport: MmioTransport,
     line: EventFd,
     log: Arc<Log>,
 }
@@ -113,11 +111,12 @@ impl Driver {
     }
 
     fn of_device(memory: GuestMemory, fails: bool, threads: usize) -> Self {
-        let line = EventFd::new(EFD_NONBLOCK).unwrap();
         let log = Arc::new(Log::default());
         let device = Box::new(Fake { log: log.clone(), fails, threads });
-        let transport = MmioTransport::new(device, memory, line.try_clone().unwrap()).unwrap();
-        Self { transport: Transport::Mmio(transport), line, log }
+        let resources = Resources { address: 0xd000_0000, gsi: 5 };
+        let transport = MmioTransport::new(device, memory, resources).unwrap();
+        let line = transport.irqfds()[0].1.try_clone().unwrap();
+        Self { transport, line, log }
     }
 
     fn read(&self, offset: u64) -> u32 {

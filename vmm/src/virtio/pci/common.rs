@@ -72,21 +72,13 @@ pub(super) fn write(core: &Core, messages: &Messages, offset: u64, data: &[u8]) 
     match field {
         Field::Written(register) => core.write_register(register, value),
         Field::Status => core.write_register(reg::STATUS, value),
-        Field::Enable => enable(core, value),
+        // A driver disables a queue by a reset of the device only (virtio 1.3, 4.1.4.3.2).
+        Field::Enable if value == 0 => core.refuse(),
+        Field::Enable => core.write_register(reg::QUEUE_READY, value),
         Field::ConfigVector => messages.set_vector(Source::Config, value as u16),
         Field::QueueVector => messages.set_vector(selected(core), value as u16),
         Field::Fixed(_) | Field::QueueCount | Field::NotifyOffset => {}
     }
-}
-
-/// A driver need not write the size of a queue: it has the largest one until then (virtio 1.3, 4.1.5.1.3).
-fn enable(core: &Core, value: u32) {
-    let size = core.registers(|registers| registers.written(reg::QUEUE_SIZE));
-    if value == 1 {
-        core.write_register(reg::QUEUE_SIZE, size);
-        core.write_register(reg::QUEUE_READY, value);
-    }
-    // A driver disables a queue by a reset of the device only (virtio 1.3, 4.1.4.3.2), so another value has no meaning.
 }
 
 fn selected(core: &Core) -> Source {

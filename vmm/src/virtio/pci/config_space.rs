@@ -9,7 +9,8 @@ use std::io;
 
 use serde::{Deserialize, Serialize};
 
-use super::layout::{self, BAR_SIZE};
+use super::layout;
+use crate::layout::PCI_SIZE;
 
 /// The bytes of the configuration space.
 pub(super) const SIZE: usize = 256;
@@ -43,6 +44,12 @@ const NOTIFY: usize = 0x6c;
 const ISR: usize = 0x80;
 const DEVICE: usize = 0x90;
 const ACCESS: usize = 0xa0;
+
+/// The first word of an entry of Enhanced Allocation: it is enabled, its memory is not prefetchable and has no other use,
+/// and two words follow.
+const ALLOCATION_ENABLED: u32 = 1 << 31;
+const ALLOCATION_NO_OTHER_USE: u32 = 0xff << 16;
+const ALLOCATION_WORDS: u32 = 2;
 
 /// IDs of capabilities.
 const ID_MSIX: u8 = 0x11;
@@ -91,13 +98,6 @@ pub(super) struct SavedConfig {
     access_length: u32,
 }
 
-/// The part of the function's memory that an access to the configuration space is meant for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Window {
-    pub(super) offset: u64,
-    pub(super) len: usize,
-}
-
 impl ConfigSpace {
     pub(super) fn new(identity: Identity) -> Self {
         let mut space = Self { bytes: [0; SIZE], writable: [0; SIZE] };
@@ -123,11 +123,11 @@ impl ConfigSpace {
         space.put32(MSIX + 4, layout::TABLE as u32);
         space.put32(MSIX + 8, layout::PENDING as u32);
 
-        // One entry of two words after the first: memory that is not prefetchable, in the place of the first BAR.
+        // One entry, in the place of the first BAR.
         space.put(ALLOCATION, &[ID_ALLOCATION, COMMON as u8, 1]);
-        space.put32(ALLOCATION + 4, 1 << 31 | 0xff << 16 | 2);
+        space.put32(ALLOCATION + 4, ALLOCATION_ENABLED | ALLOCATION_NO_OTHER_USE | ALLOCATION_WORDS);
         space.put32(ALLOCATION + 8, address);
-        space.put32(ALLOCATION + 12, BAR_SIZE as u32 - 4);
+        space.put32(ALLOCATION + 12, PCI_SIZE as u32 - 4);
 
         space.put_virtio(COMMON, NOTIFY, TYPE_COMMON, (layout::COMMON, layout::COMMON_LEN));
         let queues = vectors.saturating_sub(1) as u64;
@@ -143,7 +143,7 @@ impl ConfigSpace {
         space
     }
 
-    /// A bridge to a host, without which Linux does not believe that there is a bus.
+    /// A bridge to the host, without which Linux rejects mechanism 1.
     pub(in crate::virtio) fn host_bridge() -> Self {
         let mut space = Self { bytes: [0; SIZE], writable: [0; SIZE] };
         // A generic host bridge of Red Hat's, for which no driver has a workaround.
@@ -208,17 +208,17 @@ impl ConfigSpace {
         self.word(MSIX + 2)
     }
 
-    /// If an access to the bytes from `at` on is one to the memory of the function (virtio 1.3, 4.1.4.9): which part of
-    /// it is meant. None also if the part is not legal.
-    pub(super) fn window(&self, at: usize, len: usize) -> Option<Window> {
+    /// If an access to the bytes from `at` on is one to the memory of the function (virtio 1.3, 4.1.4.9): the offset
+    /// there, and the bytes of the access. None also if they are not legal.
+    pub(super) fn window(&self, at: usize, len: usize) -> Option<(u64, usize)> {
         let (offset, length) = (self.dword(ACCESS_OFFSET), self.dword(ACCESS_LENGTH));
         let is_legal = at == ACCESS_DATA
             && self.bytes[ACCESS_BAR] == 0
             && matches!(length, 1 | 2 | 4)
-            && length as usize == len
+            && length as usize <= len
             && offset.is_multiple_of(length)
-            && u64::from(offset) < BAR_SIZE;
-        is_legal.then_some(Window { offset: offset.into(), len })
+            && u64::from(offset) < PCI_SIZE;
+        is_legal.then_some((offset.into(), length as usize))
     }
 
     pub(super) fn save(&self) -> SavedConfig {
@@ -238,6 +238,10 @@ impl ConfigSpace {
         self.write(ACCESS_BAR, &[saved.access_bar]);
         self.write(ACCESS_OFFSET, &saved.access_offset.to_le_bytes());
         self.write(ACCESS_LENGTH, &saved.access_length.to_le_bytes());
-        if self.save() == saved { Ok(()) } else { Err(io::Error::other("it has another configuration space")) }
+        if self.save() == saved {
+            Ok(())
+        } else {
+            Err(io::Error::other("it has another configuration space"))
+        }
     }
 }

@@ -1,7 +1,5 @@
 //! What is where in the memory of a function. Each part has a page, so that a guest can map it separately.
 
-/// The bytes of the memory of a function, and its alignment.
-pub const BAR_SIZE: u64 = crate::layout::PCI_SIZE as u64;
 /// The common configuration (virtio 1.3, 4.1.4.3).
 pub(super) const COMMON: u64 = 0;
 /// Its bytes, without the fields for features that no device offers.
@@ -16,5 +14,5 @@ pub(super) const DEVICE_LEN: u64 = 0x1000;
 pub const NOTIFY: u64 = 0x2000;
 pub const NOTIFY_STEP: u64 = 4;
 /// The MSI-X table, and the array of its pending bits.
-pub(super) const TABLE: u64 = 0x3000;
+pub const TABLE: u64 = 0x3000;
 pub(super) const PENDING: u64 = 0x3800;

@@ -1,7 +1,7 @@
 //! The PCI transport (virtio 1.3, 4.1), without its legacy interface.
 //!
 //! A device is a function of bus 0 with one range of memory, which does not move ([`config_space`]). Its interrupts are
-//! messages ([`super::msix`]); it has no interrupt line. The guest finds the functions on the bus ([`super::pci_bus`]).
+//! messages ([`super::msix`]); it has no interrupt line (INTx). The guest finds the functions on the bus ([`super::pci_bus`]).
 
 use std::{
     io,
@@ -9,6 +9,7 @@ use std::{
 };
 
 use serde::{Deserialize, Serialize};
+use vmm_sys_util::eventfd::EventFd;
 
 use self::config_space::{
     BUS_MASTER, ConfigSpace, Identity, MEMORY_SPACE, MSIX_ENABLE, MSIX_MASK, SavedConfig,
@@ -16,21 +17,24 @@ use self::config_space::{
 use super::{
     Interrupt, VirtioDevice,
     msix::{Irqfd, Messages, Router, SavedMessages},
-    transport::{Core, TransportError},
+    slot::{IoEventFd, Transport},
+    transport::{Core, TransportError, event},
 };
-use crate::{GuestMemory, bus::BusDevice, lock};
+use crate::{
+    GuestMemory,
+    bus::BusDevice,
+    layout::{PCI_SIZE, PCI_VECTORS, Resources},
+    lock,
+};
 
 mod common;
 pub(super) mod config_space;
 pub mod layout;
 
-/// The most interrupts of a function.
-pub const MAX_VECTORS: usize = crate::layout::PCI_VECTORS as usize;
-
-/// A device as a PCI function. Each of its [`Core::kicks`] is registered as an ioeventfd for any write to
-/// [`layout::NOTIFY`] and its index times [`layout::NOTIFY_STEP`].
+/// A device as a PCI function.
 pub struct PciTransport {
     core: Core,
+    address: u64,
     messages: Arc<Messages>,
     /// Boxed, because it is much larger than the rest.
     config: Box<Mutex<ConfigSpace>>,
@@ -45,32 +49,27 @@ pub struct PciState {
 }
 
 impl PciTransport {
-    /// How many interrupts a device has: one for each queue, and one for changes of its configuration. An error if they
-    /// are more than [`MAX_VECTORS`].
-    pub fn vectors(device: &dyn VirtioDevice) -> Result<usize, TransportError> {
-        let vectors = device.queue_sizes().len() + 1;
-        if vectors <= MAX_VECTORS { Ok(vectors) } else { Err(TransportError::Queues) }
-    }
-
-    /// Connects `device` to a guest with `memory`, as a function whose memory is at `address`. It has as many irqfds as
-    /// [`PciTransport::vectors`] says.
+    /// Connects `device` to a guest with `memory`. It has an interrupt for each queue, and one for changes of its
+    /// configuration. An error if they are more than [`PCI_VECTORS`].
     pub fn new(
         device: Box<dyn VirtioDevice>,
         memory: GuestMemory,
-        address: u32,
-        irqfds: Vec<Irqfd>,
+        resources: Resources,
         router: Arc<dyn Router>,
     ) -> Result<Self, TransportError> {
-        let identity = Identity { device: device.device_type(), vectors: irqfds.len(), address };
-        let messages = Arc::new(Messages::new(irqfds, device.queue_sizes().len(), router));
+        let Resources { address, gsi } = resources;
+        let queues = device.queue_sizes().len();
+        if queues >= PCI_VECTORS as usize {
+            return Err(TransportError::Queues);
+        }
+        let irqfd = |gsi| Ok(Irqfd { gsi, event: event()? });
+        let irqfds = (gsi..).take(queues + 1).map(irqfd).collect::<Result<Vec<_>, TransportError>>()?;
+        let identity =
+            Identity { device: device.device_type(), vectors: irqfds.len(), address: address as u32 };
+        let messages = Arc::new(Messages::new(irqfds, queues, router));
         let interrupt = Arc::new(Interrupt::by_messages(messages.clone()));
         let core = Core::new(device, memory, interrupt)?;
-        Ok(Self { core, messages, config: Box::new(Mutex::new(ConfigSpace::new(identity))) })
-    }
-
-    /// The device.
-    pub fn core(&self) -> &Core {
-        &self.core
+        Ok(Self { core, address, messages, config: Box::new(Mutex::new(ConfigSpace::new(identity))) })
     }
 
     /// Its interrupts.
@@ -92,22 +91,20 @@ impl PciTransport {
             return;
         }
         let config = lock(&self.config);
+        config.read(at, data);
         let window = config.window(at, data.len());
-        match window {
-            None => config.read(at, data),
-            Some(window) => {
-                drop(config);
-                self.read(window.offset, data);
-            }
+        drop(config);
+        if let Some((offset, len)) = window {
+            self.read_memory(offset, &mut data[..len]);
         }
     }
 
     /// Writes to the configuration space at `at`: 1, 2 or 4 bytes.
     pub fn write_config_space(&self, at: usize, data: &[u8]) {
         let mut config = lock(&self.config);
-        if let Some(window) = config.window(at, data.len()) {
+        if let Some((offset, len)) = config.window(at, data.len()) {
             drop(config);
-            return self.write(window.offset, data);
+            return self.write_memory(offset, &data[..len]);
         }
         let before = (config.command(), config.msix());
         config.write(at, data);
@@ -132,6 +129,34 @@ impl PciTransport {
         lock(&self.config).command() & MEMORY_SPACE != 0
     }
 
+    fn read_memory(&self, offset: u64, data: &mut [u8]) {
+        match offset {
+            ..layout::ISR => common::read(&self.core, &self.messages, offset, data),
+            layout::ISR => {
+                data.fill(0);
+                if let [byte, ..] = data {
+                    *byte = self.core.interrupt().take_status() as u8;
+                }
+            }
+            layout::DEVICE..layout::NOTIFY => self.core.read_config(offset - layout::DEVICE, data),
+            layout::TABLE..layout::PENDING => self.messages.read_table(offset - layout::TABLE, data),
+            layout::PENDING..PCI_SIZE => self.messages.read_pending(offset - layout::PENDING, data),
+            _ => data.fill(0),
+        }
+    }
+
+    /// Writes to the device configuration space are ignored: no driver writes to a field that a device reads.
+    fn write_memory(&self, offset: u64, data: &[u8]) {
+        match offset {
+            ..layout::ISR => common::write(&self.core, &self.messages, offset, data),
+            layout::NOTIFY..layout::TABLE => {
+                self.core.kick(((offset - layout::NOTIFY) / layout::NOTIFY_STEP) as usize);
+            }
+            layout::TABLE..layout::PENDING => self.messages.write_table(offset - layout::TABLE, data),
+            _ => {}
+        }
+    }
+
     /// The state beside that of the device.
     pub(crate) fn save(&self) -> PciState {
         PciState { config: lock(&self.config).save(), messages: self.messages.save() }
@@ -147,39 +172,38 @@ impl PciTransport {
     }
 }
 
+impl Transport for PciTransport {
+    fn core(&self) -> &Core {
+        &self.core
+    }
+
+    /// Nobody else writes to the address of a queue, so KVM need not look at the value.
+    fn ioeventfds(&self) -> Vec<IoEventFd<'_>> {
+        let addresses = (self.address + layout::NOTIFY..).step_by(layout::NOTIFY_STEP as usize);
+        let queues = addresses.zip(self.core.kicks());
+        queues.map(|(address, event)| IoEventFd { address, value: None, event }).collect()
+    }
+
+    fn irqfds(&self) -> Vec<(u32, &EventFd)> {
+        self.messages.irqfds().map(|irqfd| (irqfd.gsi, &irqfd.event)).collect()
+    }
+
+    fn pci(&self) -> Option<&PciTransport> {
+        Some(self)
+    }
+}
+
 /// The memory of the function. The guest reaches it only if it has enabled that. KVM handles notifications by itself.
 impl BusDevice for PciTransport {
     fn read(&self, offset: u64, data: &mut [u8]) {
-        if !self.is_decoding() {
-            return;
-        }
-        match offset {
-            ..layout::ISR => common::read(&self.core, &self.messages, offset, data),
-            layout::ISR => {
-                data.fill(0);
-                if let [byte, ..] = data {
-                    *byte = self.core.interrupt().take_status() as u8;
-                }
-            }
-            layout::DEVICE..layout::NOTIFY => self.core.read_config(offset - layout::DEVICE, data),
-            layout::TABLE..layout::PENDING => self.messages.read_table(offset - layout::TABLE, data),
-            layout::PENDING..layout::BAR_SIZE => self.messages.read_pending(offset - layout::PENDING, data),
-            _ => data.fill(0),
+        if self.is_decoding() {
+            self.read_memory(offset, data);
         }
     }
 
-    /// Writes to the device configuration space are ignored: no device has a writable field.
     fn write(&self, offset: u64, data: &[u8]) {
-        if !self.is_decoding() {
-            return;
-        }
-        match offset {
-            ..layout::ISR => common::write(&self.core, &self.messages, offset, data),
-            layout::NOTIFY..layout::TABLE => {
-                self.core.kick(((offset - layout::NOTIFY) / layout::NOTIFY_STEP) as usize);
-            }
-            layout::TABLE..layout::PENDING => self.messages.write_table(offset - layout::TABLE, data),
-            _ => {}
+        if self.is_decoding() {
+            self.write_memory(offset, data);
         }
     }
 }

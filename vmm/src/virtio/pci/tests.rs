@@ -9,22 +9,26 @@ use std::{
     time::Duration,
 };
 
-use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+use bulkhead_vmm_api::Transport as Kind;
 
 use super::*;
 use crate::{
     bus::Bus,
+    jail::ThreadRole,
     memory,
     snapshot::DeviceState,
     virtio::{
+        Activation,
+        device_threads::Job,
+        mmio::MmioTransport,
         msix::Message,
         pci_bus::{PORT, PORTS, PciBus},
         rng::Rng,
-        slot::{Slot, Transport},
+        slot::Slot,
     },
 };
 
-const ADDRESS: u32 = 0xd100_0000;
+const ADDRESS: u64 = 0xd100_0000;
 const GSI: u32 = 24;
 /// The second page of the guest's memory, for the rings of the queue.
 const RINGS: u32 = 0x1000;
@@ -63,24 +67,26 @@ impl Router for Routes {
 struct Guest {
     bus: Bus,
     slot: Arc<Slot>,
-    device: Arc<Transport>,
+    device: Arc<dyn Transport>,
     lines: Vec<EventFd>,
     routes: Arc<Routes>,
 }
 
 impl Guest {
     fn new() -> Self {
+        Self::with(Box::new(Rng::new().unwrap()))
+    }
+
+    fn with(device: Box<dyn VirtioDevice>) -> Self {
         let routes = Arc::new(Routes::default());
-        let device = Box::new(Rng::new().unwrap());
-        let vectors = PciTransport::vectors(&*device).unwrap();
-        let lines: Vec<_> = (0..vectors).map(|_| EventFd::new(EFD_NONBLOCK).unwrap()).collect();
-        let registered =
-            (GSI..).zip(&lines).map(|(gsi, line)| Irqfd { gsi, event: line.try_clone().unwrap() });
         let memory = memory::lay_out(&[(0, 0x10000)], 0).unwrap();
-        let function =
-            PciTransport::new(device, memory, ADDRESS, registered.collect(), routes.clone()).unwrap();
-        let device = Arc::new(Transport::Pci(function));
-        let slots: Vec<_> = (0..4).map(|_| Arc::new(Slot::pci())).collect();
+        let resources = Resources { address: ADDRESS, gsi: GSI };
+        let device = PciTransport::new(device, memory, resources, routes.clone()).unwrap();
+        let device: Arc<dyn Transport> = Arc::new(device);
+        let irqfds = device.irqfds();
+        assert!((GSI..).zip(&irqfds).all(|(expected, (gsi, _))| expected == *gsi));
+        let lines = irqfds.into_iter().map(|(_, event)| event.try_clone().unwrap()).collect();
+        let slots: Vec<_> = (0..4).map(|_| Arc::new(Slot::new(Kind::Pci, resources))).collect();
         slots[2].set(Some(device.clone()));
         let (slot, mut bus) = (slots[2].clone(), Bus::default());
         bus.insert(PORT, PORTS, Arc::new(PciBus::new(slots)));
@@ -195,8 +201,8 @@ impl Guest {
         })
     }
 
-    /// Sets the device up to DRIVER_OK.
-    fn start(&self) {
+    /// Sets the device up to FEATURES_OK, and selects the first queue.
+    fn accept(&self) {
         for status in [0, 1, 3u8] {
             self.write(0x14, &[status]);
         }
@@ -209,6 +215,11 @@ impl Guest {
         self.write(0x14, &[11]);
         assert_eq!(self.status(), 11);
         self.write(0x16, &0u16.to_le_bytes());
+    }
+
+    /// Sets the device up to DRIVER_OK.
+    fn start(&self) {
+        self.accept();
         for (at, address) in [(0x20, RINGS), (0x28, RINGS + 0x2000), (0x30, RINGS + 0x3000)] {
             self.write(at, &address.to_le_bytes());
         }
@@ -238,12 +249,13 @@ fn a_guest_finds_the_bridge_and_the_functions_and_nothing_else() {
 #[test]
 fn an_access_of_the_ports_has_a_width_and_an_alignment() {
     let guest = Guest::new();
-    guest.bus.write(PORT, &0x8000_1800u32.to_le_bytes());
+    // The command register, of which a driver may change some bits.
+    guest.bus.write(PORT, &0x8000_1804u32.to_le_bytes());
     // Linux writes to a part of the address port, to see that this has no effect.
     guest.bus.write(PORT + 3, &[1]);
     let mut address = [0; 4];
     guest.bus.read(PORT, &mut address);
-    assert_eq!(u32::from_le_bytes(address), 0x8000_1800);
+    assert_eq!(u32::from_le_bytes(address), 0x8000_1804);
     for (port, len) in
         [(PORT + 4, 8), (PORT + 4, 3), (PORT + 5, 2), (PORT + 6, 4), (PORT + 7, 2), (PORT + 2, 2)]
     {
@@ -252,9 +264,9 @@ fn an_access_of_the_ports_has_a_width_and_an_alignment() {
         assert!(data.iter().all(|byte| *byte == 0xff), "{port:#x} {len}");
         guest.bus.write(port, &data);
     }
-    let mut word = [0; 2];
-    guest.bus.read(PORT + 6, &mut word);
-    assert_eq!(word, [0x44, 0x10]);
+    assert_eq!(guest.config(4, 4), 0x0010_0000);
+    guest.bus.write(PORT + 5, &[0xff]);
+    assert_eq!(guest.config(4, 4), 0x0010_0400);
 }
 
 #[test]
@@ -263,10 +275,7 @@ fn every_capability_is_in_the_list_and_inside_of_the_memory() {
     let ids: Vec<u8> = guest.capabilities().into_iter().map(|(_, id)| id).collect();
     assert_eq!(ids, [0x11, 0x14, 9, 9, 9, 9, 9]);
     let parts = [1, 2, 3, 4].map(|kind| guest.virtio(kind));
-    assert!(
-        parts.iter().all(|(offset, len)| *len > 0 && u64::from(offset + len) <= layout::BAR_SIZE),
-        "{parts:?}"
-    );
+    assert!(parts.iter().all(|(offset, len)| *len > 0 && u64::from(offset + len) <= PCI_SIZE), "{parts:?}");
     let apart = |(one, len): (u32, u32), (other, _): (u32, u32)| one + len <= other;
     assert!(apart(parts[0], parts[2]) && apart(parts[2], parts[3]) && apart(parts[3], parts[1]), "{parts:?}");
     assert_eq!(guest.config(0x42, 2), 1, "the size of the MSI-X table, less one");
@@ -283,7 +292,7 @@ fn the_memory_has_a_fixed_place_and_the_base_address_registers_are_zero() {
     // The entry of Enhanced Allocation: two more words, for BAR 0, enabled, not writable.
     assert_eq!(guest.config(0x4e, 1), 1);
     assert_eq!(guest.config(0x50, 4), 0x80ff_0002);
-    assert_eq!((guest.config(0x54, 4), guest.config(0x58, 4) | 3), (ADDRESS, 0x3fff));
+    assert_eq!((u64::from(guest.config(0x54, 4)), guest.config(0x58, 4) | 3), (ADDRESS, 0x3fff));
 }
 
 #[test]
@@ -311,13 +320,17 @@ fn a_driver_can_change_few_bits() {
 }
 
 #[test]
-fn a_function_that_does_not_decode_is_inert() {
+fn the_registers_of_a_function_that_does_not_decode_are_not_there() {
     let guest = Guest::new();
+    let is_kicked = || guest.device.core().kicks()[0].read().is_ok();
     assert_eq!(guest.read(0x12, 2), 0xffff);
     guest.write(0x14, &[1]);
     guest.write(layout::NOTIFY, &[0, 0]);
+    assert!(!is_kicked());
     guest.enable();
     assert_eq!((guest.read(0x12, 2), guest.status()), (1, 0));
+    guest.write(layout::NOTIFY, &[0, 0]);
+    assert!(is_kicked());
     guest.start();
     guest.set_config(4, &[4, 0]);
     assert_eq!(guest.status(), 0xff);
@@ -335,7 +348,6 @@ fn a_driver_starts_the_device_and_resets_it() {
     assert_eq!((guest.status(), guest.read(0x1c, 2)), (15, 1));
     assert_eq!((guest.read(0x18, 2), guest.read(0x20, 8)), (size, 0), "64 bits are two accesses");
     assert_eq!((guest.read(0x20, 4), guest.read(0x28, 4)), (RINGS.into(), u64::from(RINGS) + 0x2000));
-    guest.write(layout::NOTIFY, &[0, 0]);
     guest.write(0x1a, &0u16.to_le_bytes());
     guest.write(0x14, &[0]);
     assert_eq!((guest.status(), guest.read(0x1c, 2), guest.read(0x1a, 2)), (0, 0, 0xffff));
@@ -372,6 +384,70 @@ fn what_a_driver_must_not_do_is_answered_with_needs_reset() {
     guest.write(0x10, &0u16.to_le_bytes());
     guest.write(0x18, &3u16.to_le_bytes());
     assert_eq!((guest.status() & 64, guest.sent()), (64, vec![true, false]));
+}
+
+#[test]
+fn a_driver_does_not_disable_a_queue_and_gives_it_a_size_if_any() {
+    for act in [
+        &(|guest: &Guest| guest.write(0x1c, &0u16.to_le_bytes())) as &dyn Fn(&Guest),
+        &|guest: &Guest| guest.write(0x1c, &2u16.to_le_bytes()),
+        &|guest: &Guest| {
+            guest.write(0x18, &0u16.to_le_bytes());
+            guest.write(0x1c, &1u16.to_le_bytes());
+        },
+    ] {
+        let guest = Guest::new();
+        guest.enable();
+        guest.accept();
+        act(&guest);
+        assert_eq!((guest.status() & 64, guest.read(0x1c, 2)), (64, 0));
+    }
+}
+
+/// A device with two queues. The test gets what its driver has set up.
+struct TwoQueues(Sender<Activation>);
+
+impl VirtioDevice for TwoQueues {
+    fn thread_role(&self) -> ThreadRole {
+        ThreadRole::Rng
+    }
+    fn threads(&self) -> usize {
+        0
+    }
+    fn device_type(&self) -> u32 {
+        42
+    }
+    fn features(&self) -> u64 {
+        0
+    }
+    fn queue_sizes(&self) -> &[u16] {
+        &[16, 8]
+    }
+    fn read_config(&self, _: u64, _: &mut [u8]) {}
+    fn activate(&mut self, activation: Activation) -> io::Result<Vec<Job>> {
+        self.0.send(activation).unwrap();
+        Ok(Vec::new())
+    }
+}
+
+#[test]
+fn each_queue_of_a_device_interrupts_by_its_own_message() {
+    let (sender, activations) = channel();
+    let guest = Guest::with(Box::new(TwoQueues(sender)));
+    guest.enable();
+    guest.set_msix(0x8000);
+    (0..3).for_each(|entry| guest.set_entry(entry, [MESSAGE.address, 0, MESSAGE.data, 0]));
+    guest.start();
+    for (queue, vector) in [(0u16, 2u16), (1, 1)] {
+        guest.write(0x16, &queue.to_le_bytes());
+        guest.write(0x1a, &vector.to_le_bytes());
+    }
+    let mut activation = activations.try_recv().unwrap();
+    let Activation { memory, interrupt, .. } = &activation;
+    for (queue, expected) in activation.queues.iter_mut().zip([[false, false, true], [false, true, false]]) {
+        queue.notify(memory, interrupt).unwrap();
+        assert_eq!(guest.sent(), expected);
+    }
 }
 
 #[test]
@@ -548,9 +624,13 @@ fn a_message_that_a_device_must_not_send_is_not_sent() {
 
 #[test]
 fn a_message_goes_to_one_processor_or_to_all() {
-    for (address, data) in
-        [(0xfee0_1000, 0x10), (0xfee0_1000, 0x131), (0xfee0_1008, 0x31), (0xfeef_f000, 0x31), (0xfeef_f00c, 0x131)]
-    {
+    for (address, data) in [
+        (0xfee0_1000, 0x10),
+        (0xfee0_1000, 0x131),
+        (0xfee0_1008, 0x31),
+        (0xfeef_f000, 0x31),
+        (0xfeef_f00c, 0x131),
+    ] {
         let guest = Guest::new();
         guest.enable_messages();
         guest.set_entry(1, [address, 0, data, 0]);
@@ -603,6 +683,11 @@ fn the_memory_is_accessible_by_the_configuration_space() {
         guest.set_config(0xb0, &[3]);
         assert_eq!((guest.status(), guest.config(0xb0, 1)), (1, 0), "{offset:#x} {len} {bar}");
     }
+    // An access may be wider than the window, and firmware has not enabled the memory.
+    guest.set_config(4, &[0, 0]);
+    window(0x14, 1, 0);
+    guest.set_config(0xb0, &[3, 0xff, 0xff, 0xff]);
+    assert_eq!((guest.config(0xb0, 1), guest.config(0xb0, 4), guest.status()), (3, 3, 0xff));
 }
 
 #[test]
@@ -632,14 +717,14 @@ fn a_function_continues_from_its_saved_state() {
     assert_eq!(guest.sent(), [true, false]);
     guest.mask(1, true);
     guest.use_buffer();
-    let saved = serde_json::to_string(&DeviceState::save(&guest.device).unwrap()).unwrap();
+    let saved = serde_json::to_string(&DeviceState::save(&*guest.device).unwrap()).unwrap();
     let saved: DeviceState = serde_json::from_str(&saved).unwrap();
 
     let restored = Guest::new();
-    saved.prepare(&restored.device).unwrap();
+    saved.prepare(&*restored.device).unwrap();
     restored.device.pci().unwrap().route();
     assert_eq!(lock(&restored.routes.table).clone(), BTreeMap::from([(GSI, MESSAGE)]), "the other is masked");
-    saved.restore(&restored.device).unwrap();
+    saved.restore(&*restored.device).unwrap();
     assert_eq!((restored.status(), restored.pending()), (15, 2));
     assert_eq!(restored.sent(), [true, false], "an interrupt too many does no harm");
     restored.mask(1, false);
@@ -650,15 +735,19 @@ fn a_function_continues_from_its_saved_state() {
 #[test]
 fn a_state_of_another_function_is_refused() {
     let guest = Guest::new();
-    let saved = serde_json::to_value(DeviceState::save(&guest.device).unwrap()).unwrap();
+    let saved = serde_json::to_value(DeviceState::save(&*guest.device).unwrap()).unwrap();
     let refused = |change: &dyn Fn(&mut serde_json::Value)| {
         let mut state = saved.clone();
         change(&mut state);
         let state = serde_json::from_value::<DeviceState>(state);
-        state.map_or(true, |state| state.prepare(&Guest::new().device).is_err())
+        state.map_or(true, |state| state.prepare(&*Guest::new().device).is_err())
     };
     assert!(!refused(&|_| {}));
     assert!(refused(&|state| drop(state.as_object_mut().unwrap().remove("pci"))));
+    let (device, memory) = (Rng::new().unwrap(), memory::lay_out(&[(0, 0x10000)], 0).unwrap());
+    let mmio =
+        MmioTransport::new(Box::new(device), memory, Resources { address: 0xd000_0000, gsi: 5 }).unwrap();
+    assert!(serde_json::from_value::<DeviceState>(saved.clone()).unwrap().prepare(&mmio).is_err());
     assert!(refused(&|state| state["pci"]["messages"]["table"] = serde_json::json!([])));
     assert!(refused(&|state| state["pci"]["messages"]["queues"] = serde_json::json!([0, 0])));
     // What no driver can leave.

@@ -165,6 +165,11 @@ impl Core {
         }
     }
 
+    /// The driver must not do what it has done. The device answers with DEVICE_NEEDS_RESET.
+    pub(in crate::virtio) fn refuse(&self) {
+        self.declare_broken(&lock(&self.state));
+    }
+
     /// Notifies the device of available buffers in a queue. Does nothing if there is no such queue.
     pub(in crate::virtio) fn kick(&self, queue: usize) {
         if let Some(kick) = self.kicks.get(queue) {

@@ -181,8 +181,6 @@ impl Registers {
                 _ => 0,
             },
             reg::QUEUE_SEL => self.queue_sel,
-            // It is the largest size until the driver has written another one.
-            reg::QUEUE_SIZE if queue.size == 0 => queue.max_size.into(),
             reg::QUEUE_SIZE => queue.size,
             reg::QUEUE_DESC_LOW => queue.desc as u32,
             reg::QUEUE_DESC_HIGH => (queue.desc >> 32) as u32,
@@ -283,8 +281,9 @@ impl Registers {
 }
 
 impl QueueRegisters {
+    /// A driver need not write the size: it is the largest one until then (virtio 1.3, 4.1.5.1.3).
     fn new(max_size: u16) -> Self {
-        Self { max_size, ..Self::default() }
+        Self { max_size, size: max_size.into(), ..Self::default() }
     }
 
     /// The queue for the device. A queue that the driver has not enabled is not `ready()`.
