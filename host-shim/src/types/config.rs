@@ -7,6 +7,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use bulkhead_vmm_api::Transport;
 use serde::{Deserialize, Serialize};
 use strsim::damerau_levenshtein;
 use toml::{Table, de::DeTable};
@@ -40,7 +41,7 @@ const KEYS: [&str; 16] = [
 ];
 
 /// The keys that an annotation of a pod may set. Not among them: what names a file of the host, which a pod must not
-/// choose.
+/// choose, and what is a choice for the host, as `transport`, because each value needs templates of its own.
 pub(crate) const ANNOTATION_KEYS: [&str; 9] = [
     "vcpus",
     "max_vcpus",
@@ -102,16 +103,6 @@ pub struct Config {
     pub log_format: LogFormat,
     /// The keys that a pod may set by an annotation.
     pub allowed_annotations: Vec<String>,
-}
-
-/// Values of `transport`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Transport {
-    /// A page of registers and an interrupt line for each device.
-    Mmio,
-    /// A PCI bus, and an interrupt message for each queue.
-    Pci,
 }
 
 /// Values of `log_level`.
