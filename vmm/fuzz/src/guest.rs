@@ -14,14 +14,12 @@ use std::{
 
 use bulkhead_vmm::{
     GuestMemory,
-    bus::BusDevice,
     layout::{FIRST_VIRTIO_GSI, Resources, VIRTIO_MMIO_START},
     memory,
     virtio::{VirtioDevice, mmio::MmioTransport, slot::Transport},
 };
 use nix::sys::signal::{SigHandler, Signal, signal};
 use vm_memory::{Bytes, GuestAddress};
-use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use crate::{input::Input, meddle};
 

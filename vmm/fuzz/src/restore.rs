@@ -197,8 +197,11 @@ fn change(input: &mut Input, value: &mut Value) {
     }
 }
 
-/// Restores the VM in `dir`. Returns what its next driver does.
-fn restore(dir: &Path, transport: Transport) -> Result<Box<dyn FnOnce() -> Result<()>>, Box<dyn Error>> {
+/// What the next driver of a restored device does.
+type Serves = Box<dyn FnOnce() -> Result<()>>;
+
+/// Restores the VM in `dir`.
+fn restore(dir: &Path, transport: Transport) -> Result<Serves, Box<dyn Error>> {
     let saved = Saved::open(dir, &config(transport)?)?;
     match transport {
         Transport::Mmio => {

@@ -9,7 +9,7 @@ pub enum ThreadRole {
     Saver,
     /// Runs a vCPU and handles its exits.
     Vcpu,
-    /// Does the same in a VM with a PCI bus: it tells KVM of the messages of the devices.
+    /// Runs a vCPU of a VM with a PCI bus. It also tells KVM of the messages of the devices.
     PciVcpu,
     /// Serves the entropy device.
     Rng,

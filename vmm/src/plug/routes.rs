@@ -37,7 +37,7 @@ type Table = BTreeMap<u32, Message>;
 type Install = dyn Fn(&[kvm_irq_routing_entry]) -> io::Result<()> + Send + Sync;
 
 /// The table of a VM. KVM takes it as a whole.
-pub struct KvmRoutes {
+pub(super) struct KvmRoutes {
     install: Box<Install>,
     pace: Pace,
     table: Mutex<Table>,
@@ -45,7 +45,7 @@ pub struct KvmRoutes {
 
 impl KvmRoutes {
     /// The table that KVM has after its interrupt controllers were created: no messages.
-    pub fn new(vm: Arc<VmFd>) -> Self {
+    pub(super) fn new(vm: Arc<VmFd>) -> Self {
         Self::with(Box::new(move |entries| {
             let routing = KvmIrqRouting::from_entries(entries).map_err(|_| io::ErrorKind::OutOfMemory)?;
             vm.set_gsi_routing(&routing).map_err(|error| io::Error::from_raw_os_error(error.errno()))
@@ -58,7 +58,7 @@ impl KvmRoutes {
 
     /// Tells KVM of the messages of all these functions. KVM waits for all vCPUs after each table, so one for each
     /// function would delay the start of a clone.
-    pub fn route_all(&self, functions: &[&Messages]) -> io::Result<()> {
+    pub(super) fn route_all(&self, functions: &[&Messages]) -> io::Result<()> {
         let messages: Vec<_> = functions.iter().flat_map(|function| function.take_unrouted()).collect();
         if !messages.is_empty() {
             self.add(&mut lock(&self.table), &messages)?;

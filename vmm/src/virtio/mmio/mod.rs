@@ -70,7 +70,7 @@ impl BusDevice for MmioTransport {
         }
     }
 
-    /// Writes to the device configuration space are ignored: no device has a writable field.
+    /// Writes to the device configuration space are ignored: no driver writes to a field that a device reads.
     fn write(&self, offset: u64, data: &[u8]) {
         if let (true, Ok(word)) = (offset < reg::CONFIG, <[u8; 4]>::try_from(data)) {
             self.core.write_register(offset, u32::from_le_bytes(word));

@@ -442,10 +442,9 @@ fn each_queue_of_a_device_interrupts_by_its_own_message() {
         guest.write(0x16, &queue.to_le_bytes());
         guest.write(0x1a, &vector.to_le_bytes());
     }
-    let mut activation = activations.try_recv().unwrap();
-    let Activation { memory, interrupt, .. } = &activation;
-    for (queue, expected) in activation.queues.iter_mut().zip([[false, false, true], [false, true, false]]) {
-        queue.notify(memory, interrupt).unwrap();
+    let Activation { memory, mut queues, interrupt, .. } = activations.try_recv().unwrap();
+    for (queue, expected) in queues.iter_mut().zip([[false, false, true], [false, true, false]]) {
+        queue.notify(&memory, &interrupt).unwrap();
         assert_eq!(guest.sent(), expected);
     }
 }
