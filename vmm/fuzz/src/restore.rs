@@ -34,6 +34,8 @@ use crate::{
 /// The VMM, kernel and initramfs of the VM: a file that does not change.
 const PART: &str = "/proc/self/exe";
 const MEMORY_MIB: u32 = 2;
+/// A longer state is cut off: the target `fs` limits the files of its process.
+const LONGEST_TEXT: usize = 1 << 19;
 /// Fields of the state that are changed more often than others.
 const PARTS: [&str; 5] = ["devices", "memory", "devices", "shape", "vcpus"];
 /// Values for a changed number.
@@ -161,7 +163,9 @@ fn damage(files: &Files, input: &mut Input, dir: &Path) -> Result<()> {
             }
         }
     }
-    Ok(fs::write(dir.join(STATE_FILE), text.map_or_else(|| serde_json::to_vec(&state), Ok)?)?)
+    let mut text = text.map_or_else(|| serde_json::to_vec(&state), Ok)?;
+    text.truncate(LONGEST_TEXT);
+    Ok(fs::write(dir.join(STATE_FILE), text)?)
 }
 
 /// Changes a part of `value`.
