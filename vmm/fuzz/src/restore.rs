@@ -1,5 +1,5 @@
-//! A saved VM with either transport, whose files are damaged. Either it is rejected with an error of one line, or its restored device serves
-//! its driver. State that goes to KVM is checked by KVM.
+//! A saved VM with either transport, whose files are damaged. Either it is rejected with an error of one line, or its
+//! restored device serves its driver. State that goes to KVM is checked by KVM.
 
 use std::{
     error::Error,

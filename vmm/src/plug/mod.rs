@@ -15,8 +15,8 @@ use crate::{
         mmio::MmioTransport,
         net::{Net, NetThread},
         pci::PciTransport,
-        slot::{IoEventFd, Slot, Transport},
-        transport::TransportError,
+        slot::{Slot, Transport},
+        transport::{IoEventFd, TransportError},
     },
 };
 

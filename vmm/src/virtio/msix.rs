@@ -5,8 +5,8 @@
 //! eventfd, and no exit of the guest. The message goes to KVM when the driver unmasks the entry. An interrupt of an
 //! entry that is masked, or whose message KVM does not have yet, is pending until then.
 //!
-//! The thread of a vCPU may wait for KVM, and holds no lock then that other threads need: an entry has no routed message
-//! meanwhile. Each change of an entry ends with an attempt to send what is pending, so no interrupt is lost.
+//! The thread of a vCPU may wait for KVM. It holds no lock then that other threads need: meanwhile the entry has no
+//! routed message. Each change of an entry ends with an attempt to send what is pending, so no interrupt is lost.
 
 use std::{
     io, slice,
@@ -243,7 +243,7 @@ impl Messages {
         }
     }
 
-    /// The messages that KVM does not have yet, with the interrupts (GSIs) that send them. The caller tells KVM of them.
+    /// The messages that KVM does not have yet, with the interrupts (GSIs) that send them. The caller tells KVM.
     pub(crate) fn take_unrouted(&self) -> Vec<(u32, Message)> {
         self.entries.iter().filter_map(Entry::take_unrouted).collect()
     }

@@ -5,7 +5,11 @@ use std::sync::{Arc, PoisonError, RwLock};
 use bulkhead_vmm_api::Transport as Kind;
 use vmm_sys_util::eventfd::EventFd;
 
-use super::{mmio, pci::PciTransport, transport::Core};
+use super::{
+    mmio::{self, MmioTransport},
+    pci::PciTransport,
+    transport::{Core, IoEventFd},
+};
 use crate::{bus::BusDevice, layout::Resources};
 
 /// A device behind one of the transports: its registers in memory, and the rest.
@@ -25,12 +29,36 @@ pub trait Transport: BusDevice {
     }
 }
 
-/// A write to this address signals the event, and does not exit to the VMM.
-pub struct IoEventFd<'d> {
-    pub address: u64,
-    /// Only if it writes this value. None: any.
-    pub value: Option<u32>,
-    pub event: &'d EventFd,
+impl Transport for MmioTransport {
+    fn core(&self) -> &Core {
+        self.core()
+    }
+
+    fn ioeventfds(&self) -> Vec<IoEventFd<'_>> {
+        self.ioeventfds()
+    }
+
+    fn irqfds(&self) -> Vec<(u32, &EventFd)> {
+        self.irqfds()
+    }
+}
+
+impl Transport for PciTransport {
+    fn core(&self) -> &Core {
+        self.core()
+    }
+
+    fn ioeventfds(&self) -> Vec<IoEventFd<'_>> {
+        self.ioeventfds()
+    }
+
+    fn irqfds(&self) -> Vec<(u32, &EventFd)> {
+        self.irqfds()
+    }
+
+    fn pci(&self) -> Option<&PciTransport> {
+        Some(self)
+    }
 }
 
 /// A slot of the bus, for a device that may come and go while the VM runs.

@@ -6,9 +6,8 @@ use vmm_sys_util::eventfd::EventFd;
 
 use super::{
     INTERRUPT_USED, Interrupt, VirtioDevice,
-    slot::{IoEventFd, Transport},
     transport::{
-        Core, TransportError, event,
+        Core, IoEventFd, TransportError, event,
         registers::{self, reg},
     },
 };
@@ -35,14 +34,14 @@ impl MmioTransport {
         let core = Core::new(device, memory, Arc::new(Interrupt::new(line)))?;
         Ok(Self { core, resources, acknowledged })
     }
-}
 
-impl Transport for MmioTransport {
-    fn core(&self) -> &Core {
+    /// The device.
+    pub fn core(&self) -> &Core {
         &self.core
     }
 
-    fn ioeventfds(&self) -> Vec<IoEventFd<'_>> {
+    /// The notifications of the queues, and the acknowledgement of an interrupt.
+    pub fn ioeventfds(&self) -> Vec<IoEventFd<'_>> {
         let registered = |register, value, event| IoEventFd {
             address: self.resources.address + register,
             value: Some(value),
@@ -55,7 +54,8 @@ impl Transport for MmioTransport {
         all
     }
 
-    fn irqfds(&self) -> Vec<(u32, &EventFd)> {
+    /// Its interrupt, with the number (GSI).
+    pub fn irqfds(&self) -> Vec<(u32, &EventFd)> {
         self.core.interrupt().line().map(|line| (self.resources.gsi, line)).into_iter().collect()
     }
 }

@@ -45,8 +45,8 @@ const ISR: usize = 0x80;
 const DEVICE: usize = 0x90;
 const ACCESS: usize = 0xa0;
 
-/// The first word of an entry of Enhanced Allocation: it is enabled, its memory is not prefetchable and has no other use,
-/// and two words follow.
+/// The first word of an entry of Enhanced Allocation: it is enabled, its memory is not prefetchable and has no other
+/// use, and two words follow.
 const ALLOCATION_ENABLED: u32 = 1 << 31;
 const ALLOCATION_NO_OTHER_USE: u32 = 0xff << 16;
 const ALLOCATION_WORDS: u32 = 2;

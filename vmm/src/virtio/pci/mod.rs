@@ -1,7 +1,8 @@
 //! The PCI transport (virtio 1.3, 4.1), without its legacy interface.
 //!
 //! A device is a function of bus 0 with one range of memory, which does not move ([`config_space`]). Its interrupts are
-//! messages ([`super::msix`]); it has no interrupt line (INTx). The guest finds the functions on the bus ([`super::pci_bus`]).
+//! messages ([`super::msix`]); it has no interrupt line (INTx). The guest finds the functions on the bus
+//! ([`super::pci_bus`]).
 
 use std::{
     io,
@@ -17,8 +18,7 @@ use self::config_space::{
 use super::{
     Interrupt, VirtioDevice,
     msix::{Irqfd, Messages, Router, SavedMessages},
-    slot::{IoEventFd, Transport},
-    transport::{Core, TransportError, event},
+    transport::{Core, IoEventFd, TransportError, event},
 };
 use crate::{
     GuestMemory,
@@ -70,6 +70,23 @@ impl PciTransport {
         let interrupt = Arc::new(Interrupt::by_messages(messages.clone()));
         let core = Core::new(device, memory, interrupt)?;
         Ok(Self { core, address, messages, config: Box::new(Mutex::new(ConfigSpace::new(identity))) })
+    }
+
+    /// The device.
+    pub fn core(&self) -> &Core {
+        &self.core
+    }
+
+    /// The notifications of the queues. Nobody else writes to the address of a queue, so KVM need not look at the value.
+    pub fn ioeventfds(&self) -> Vec<IoEventFd<'_>> {
+        let addresses = (self.address + layout::NOTIFY..).step_by(layout::NOTIFY_STEP as usize);
+        let queues = addresses.zip(self.core.kicks());
+        queues.map(|(address, event)| IoEventFd { address, value: None, event }).collect()
+    }
+
+    /// The events of its interrupts, with their numbers (GSI).
+    pub fn irqfds(&self) -> Vec<(u32, &EventFd)> {
+        self.messages.irqfds().map(|irqfd| (irqfd.gsi, &irqfd.event)).collect()
     }
 
     /// Its interrupts.
@@ -169,27 +186,6 @@ impl PciTransport {
         config.restore(saved.config)?;
         self.set_control(&config);
         Ok(())
-    }
-}
-
-impl Transport for PciTransport {
-    fn core(&self) -> &Core {
-        &self.core
-    }
-
-    /// Nobody else writes to the address of a queue, so KVM need not look at the value.
-    fn ioeventfds(&self) -> Vec<IoEventFd<'_>> {
-        let addresses = (self.address + layout::NOTIFY..).step_by(layout::NOTIFY_STEP as usize);
-        let queues = addresses.zip(self.core.kicks());
-        queues.map(|(address, event)| IoEventFd { address, value: None, event }).collect()
-    }
-
-    fn irqfds(&self) -> Vec<(u32, &EventFd)> {
-        self.messages.irqfds().map(|irqfd| (irqfd.gsi, &irqfd.event)).collect()
-    }
-
-    fn pci(&self) -> Option<&PciTransport> {
-        Some(self)
     }
 }
 

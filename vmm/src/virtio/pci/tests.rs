@@ -24,7 +24,7 @@ use crate::{
         msix::Message,
         pci_bus::{PORT, PORTS, PciBus},
         rng::Rng,
-        slot::Slot,
+        slot::{Slot, Transport},
     },
 };
 

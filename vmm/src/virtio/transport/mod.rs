@@ -6,6 +6,8 @@
 
 use std::io;
 
+use vmm_sys_util::eventfd::EventFd;
+
 use crate::jail::ThreadError;
 
 mod core;
@@ -14,6 +16,14 @@ pub(crate) mod registers;
 
 pub use self::core::Core;
 pub(super) use self::core::event;
+
+/// A write to this address signals the event, and does not exit to the VMM.
+pub struct IoEventFd<'d> {
+    pub address: u64,
+    /// Only if it writes this value. None: any.
+    pub value: Option<u32>,
+    pub event: &'d EventFd,
+}
 
 /// Why a device could not be connected to its guest.
 #[derive(Debug, thiserror::Error)]
