@@ -77,7 +77,7 @@ impl PciTransport {
         &self.core
     }
 
-    /// The notifications of the queues. Nobody else writes to the address of a queue, so KVM need not look at the value.
+    /// The notifications of the queues. Nobody else writes to their addresses, so KVM need not look at the value.
     pub fn ioeventfds(&self) -> Vec<IoEventFd<'_>> {
         let addresses = (self.address + layout::NOTIFY..).step_by(layout::NOTIFY_STEP as usize);
         let queues = addresses.zip(self.core.kicks());
