@@ -1,6 +1,6 @@
 //! Connects virtio devices with KVM: those that a VM is built with, and those that are attached while it runs.
 
-use std::{io, sync::Arc};
+use std::{collections::VecDeque, io, sync::Arc};
 
 use bulkhead_vmm_api::{BlockCounts, Transport as Kind};
 use kvm_ioctls::{IoEventAddress, NoDatamatch, VmFd};
@@ -126,8 +126,8 @@ pub struct DeviceSlots {
     pub net: NetThread,
     /// That of block devices.
     pub block: BlockThread,
-    /// The slots that are free. The last one is the next.
-    free: Vec<Arc<Slot>>,
+    /// The slots that are free. The first one is the next, so each rests for as long as there are others.
+    free: VecDeque<Arc<Slot>>,
     /// The block devices.
     disks: Vec<AttachedDisk>,
     /// What the guest has requested of those that were taken away.
@@ -145,13 +145,12 @@ struct AttachedDisk {
 
 impl DeviceSlots {
     /// All `slots` are free.
-    pub fn new(plug: Plug, net: NetThread, block: BlockThread, mut slots: Vec<Arc<Slot>>) -> Self {
-        slots.reverse();
+    pub fn new(plug: Plug, net: NetThread, block: BlockThread, slots: Vec<Arc<Slot>>) -> Self {
         Self {
             plug,
             net,
             block,
-            free: slots,
+            free: slots.into(),
             disks: Vec::new(),
             gone_counts: BlockCounts::default(),
             gone: Vec::new(),
@@ -195,12 +194,12 @@ impl DeviceSlots {
     /// Frees the slots of devices that were taken away, and that their drivers have let go.
     fn free_gone(&mut self) {
         self.gone.retain(|slot| {
-            let Some(device) = slot.device().filter(|device| device.core().has_no_driver()) else {
+            let Some(device) = slot.device().filter(|device| device.is_let_go()) else {
                 return true;
             };
             // A slot of which KVM still knows is not used again.
             if self.plug.disconnect(slot, &*device).is_ok() {
-                self.free.push(slot.clone());
+                self.free.push_back(slot.clone());
             }
             false
         });
@@ -209,7 +208,7 @@ impl DeviceSlots {
     fn attach(&mut self, device: Box<dyn VirtioDevice>) -> Result<Arc<Slot>, PlugError> {
         self.free_gone();
         // If this fails, KVM may know of a part of it. So the slot is not used again.
-        let slot = self.free.pop().ok_or(PlugError::Full)?;
+        let slot = self.free.pop_front().ok_or(PlugError::Full)?;
         self.plug.connect(&slot, device)?;
         Ok(slot)
     }

@@ -19,6 +19,7 @@ use kvm_ioctls::VmFd;
 
 use crate::{
     layout, lock,
+    rate_limited_log::RateLimitedLog,
     virtio::msix::{Message, Messages, Router},
 };
 
@@ -41,6 +42,7 @@ pub(super) struct KvmRoutes {
     install: Box<Install>,
     pace: Pace,
     table: Mutex<Table>,
+    log: RateLimitedLog,
 }
 
 impl KvmRoutes {
@@ -53,7 +55,12 @@ impl KvmRoutes {
     }
 
     fn with(install: Box<Install>) -> Self {
-        Self { install, pace: Pace(Mutex::new(Instant::now())), table: Mutex::default() }
+        Self {
+            install,
+            pace: Pace(Mutex::new(Instant::now())),
+            table: Mutex::default(),
+            log: RateLimitedLog::default(),
+        }
     }
 
     /// Tells KVM of the messages of all these functions. KVM waits for all vCPUs after each table, so one for each
@@ -84,7 +91,9 @@ impl Router for KvmRoutes {
         if is_gone.load(Ordering::SeqCst) {
             return Err(io::ErrorKind::NotConnected.into());
         }
-        self.add(&mut table, messages)
+        self.add(&mut table, messages).inspect_err(|error| {
+            self.log.say(&format!("KVM refuses interrupt messages, so a device is silent: {error}"));
+        })
     }
 }
 
@@ -93,8 +102,8 @@ impl Router for KvmRoutes {
 struct Pace(Mutex<Instant>);
 
 impl Pace {
-    /// Waits for a turn. Everybody has one in the order in which they have come, so no vCPU waits for longer than all
-    /// of them need.
+    /// Waits for a turn. The thread of a vCPU has one for each exit at most, so it waits for no more than one turn of
+    /// each of the others, twice: here, and for who routes before it.
     fn wait(&self) {
         let now = Instant::now();
         let turn = now + self.reserve(now);

@@ -23,6 +23,11 @@ pub trait Transport: BusDevice {
     /// The events by which the device interrupts the guest, with their numbers (GSI).
     fn irqfds(&self) -> Vec<(u32, &EventFd)>;
 
+    /// Whether no driver uses the device, nor is about to let it go. Waits for nobody.
+    fn is_let_go(&self) -> bool {
+        self.core().has_no_driver()
+    }
+
     /// The PCI function, if it is one.
     fn pci(&self) -> Option<&PciTransport> {
         None
@@ -54,6 +59,10 @@ impl Transport for PciTransport {
 
     fn irqfds(&self) -> Vec<(u32, &EventFd)> {
         self.irqfds()
+    }
+
+    fn is_let_go(&self) -> bool {
+        self.is_let_go()
     }
 
     fn pci(&self) -> Option<&PciTransport> {

@@ -6,7 +6,10 @@
 
 use std::{
     io,
-    sync::{Arc, Mutex},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 
 use serde::{Deserialize, Serialize};
@@ -38,6 +41,8 @@ pub struct PciTransport {
     messages: Arc<Messages>,
     /// Boxed, because it is much larger than the rest.
     config: Box<Mutex<ConfigSpace>>,
+    /// A driver has the function, as the command register says.
+    is_held: AtomicBool,
 }
 
 /// The state of a function beside that of its device.
@@ -69,12 +74,20 @@ impl PciTransport {
         let messages = Arc::new(Messages::new(irqfds, queues, router));
         let interrupt = Arc::new(Interrupt::by_messages(messages.clone()));
         let core = Core::new(device, memory, interrupt)?;
-        Ok(Self { core, address, messages, config: Box::new(Mutex::new(ConfigSpace::new(identity))) })
+        let config = Box::new(Mutex::new(ConfigSpace::new(identity)));
+        Ok(Self { core, address, messages, config, is_held: AtomicBool::new(false) })
     }
 
     /// The device.
     pub fn core(&self) -> &Core {
         &self.core
+    }
+
+    /// Whether no driver uses the device, nor is about to let it go: Linux reads the status until it says that the
+    /// device is reset, and then disables the function (pci_disable_device). If there were another function in this
+    /// place before that, whose registers are off, Linux would wait for ever.
+    pub fn is_let_go(&self) -> bool {
+        self.core.has_no_driver() && !self.is_held.load(Ordering::SeqCst)
     }
 
     /// The notifications of the queues. Nobody else writes to their addresses, so KVM need not look at the value.
@@ -125,12 +138,24 @@ impl PciTransport {
         }
         let before = (config.command(), config.msix());
         config.write(at, data);
+        self.note_command(before.0, config.command());
         if before != (config.command(), config.msix()) {
             // With the lock, so that two writes take effect in order.
             self.set_control(&config);
             // Without it, because KVM may take its time.
             drop(config);
             self.messages.update();
+        }
+    }
+
+    /// Linux enables the registers, makes the function bus master, and takes only the latter back.
+    fn note_command(&self, before: u16, now: u16) {
+        let [had, has] = [before, now].map(|command| command & BUS_MASTER != 0);
+        let enables = now & !before & MEMORY_SPACE != 0;
+        if has || enables {
+            self.is_held.store(true, Ordering::SeqCst);
+        } else if had || now & MEMORY_SPACE == 0 {
+            self.is_held.store(false, Ordering::SeqCst);
         }
     }
 
@@ -183,7 +208,9 @@ impl PciTransport {
     pub(crate) fn restore(&self, saved: &PciState) -> io::Result<()> {
         self.messages.restore(&saved.messages)?;
         let mut config = lock(&self.config);
+        let before = config.command();
         config.restore(saved.config)?;
+        self.note_command(before, config.command());
         self.set_control(&config);
         Ok(())
     }

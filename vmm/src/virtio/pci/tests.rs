@@ -700,8 +700,24 @@ fn a_device_that_was_taken_away_is_there_for_its_driver_and_for_nobody_else() {
     guest.write(0x14, &[0]);
     assert!(guest.device.core().has_no_driver());
     assert_eq!((guest.config(0, 4), guest.config(4, 2)), (u32::MAX, 6));
+    // It waits until it has seen the reset. Another function in this place would have its registers off.
+    assert!(!guest.device.is_let_go());
+    assert_eq!(guest.status(), 0);
+    guest.set_config(4, &[2, 0]);
+    assert!(guest.device.is_let_go());
     guest.slot.set(None);
     assert_eq!((guest.config(4, 2), guest.read(0x14, 1)), (0xffff, 0xff));
+}
+
+#[test]
+fn a_function_that_a_driver_begins_to_use_is_not_let_go() {
+    let guest = Guest::new();
+    let command = |value: u8| {
+        guest.set_config(4, &[value, 0]);
+        guest.device.is_let_go()
+    };
+    assert!(guest.device.is_let_go(), "nobody has looked at it");
+    assert_eq!([2, 6, 2, 0].map(command), [false, false, true, true]);
 }
 
 #[test]
