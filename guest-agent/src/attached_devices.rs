@@ -2,22 +2,36 @@
 
 use std::{fs, io, path::Path};
 
+/// sysfs.
+const SYS: &str = "/sys";
+
 /// The devices that the kernel's command line has announced, and the driver that probes them.
-const DEVICES: &str = "/sys/bus/platform/devices";
+const DEVICES: &str = "bus/platform/devices";
 const PREFIX: &str = "virtio-mmio.";
-const BIND: &str = "/sys/bus/platform/drivers/virtio-mmio/bind";
-const UNBIND: &str = "/sys/bus/platform/drivers/virtio-mmio/unbind";
+const BIND: &str = "bus/platform/drivers/virtio-mmio/bind";
+const UNBIND: &str = "bus/platform/drivers/virtio-mmio/unbind";
+
+/// The functions of the PCI bus, if the VM has one, and what makes the kernel look for new ones.
+const FUNCTIONS: &str = "bus/pci/devices";
+const RESCAN: &str = "bus/pci/rescan";
 
 /// Has the kernel look again at the places in which it has found no device. A device that is there now is ready
 /// afterwards.
 pub(crate) fn probe() -> io::Result<()> {
-    for entry in fs::read_dir(DEVICES)? {
+    probe_in(Path::new(SYS))
+}
+
+fn probe_in(sys: &Path) -> io::Result<()> {
+    if fs::read_dir(sys.join(FUNCTIONS)).is_ok_and(|mut functions| functions.next().is_some()) {
+        return fs::write(sys.join(RESCAN), "1");
+    }
+    for entry in fs::read_dir(sys.join(DEVICES))? {
         let entry = entry?;
         let name = entry.file_name();
         if !name.to_string_lossy().starts_with(PREFIX) || entry.path().join("driver").exists() {
             continue;
         }
-        match fs::write(BIND, name.as_encoded_bytes()) {
+        match fs::write(sys.join(BIND), name.as_encoded_bytes()) {
             // There is still none, or somebody else probes it at the same time.
             Err(error) if matches!(error.raw_os_error(), Some(libc::ENODEV | libc::EBUSY)) => {}
             other => other?,
@@ -29,12 +43,83 @@ pub(crate) fn probe() -> io::Result<()> {
 /// Has the kernel forget the virtio device, which `device` in sysfs leads to. The VMM has taken it away already, so
 /// that [`probe`] finds its place empty.
 pub(crate) fn forget(device: &Path) -> io::Result<()> {
+    forget_in(Path::new(SYS), device)
+}
+
+fn forget_in(sys: &Path, device: &Path) -> io::Result<()> {
     let device = fs::canonicalize(device)?;
-    let place = device
-        .parent()
-        .and_then(Path::file_name)
-        .filter(|name| name.as_encoded_bytes().starts_with(PREFIX.as_bytes()));
-    let place =
-        place.ok_or_else(|| io::Error::other(format!("{} has no place on the bus", device.display())))?;
-    fs::write(UNBIND, place.as_encoded_bytes())
+    let place = device.parent().and_then(Path::file_name).unwrap_or_default();
+    // A function of the PCI bus goes with its driver. A place on the command line stays.
+    let remove = sys.join(FUNCTIONS).join(place).join("remove");
+    if remove.exists() {
+        return fs::write(remove, "1");
+    }
+    if !place.as_encoded_bytes().starts_with(PREFIX.as_bytes()) {
+        return Err(io::Error::other(format!("{} has no place on the bus", device.display())));
+    }
+    fs::write(sys.join(UNBIND), place.as_encoded_bytes())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use super::*;
+
+    /// A directory like /sys, which is removed when this is dropped.
+    struct Sys(PathBuf);
+
+    impl Sys {
+        fn with(test: &str, files: &[&str]) -> Self {
+            let sys = Self(std::env::temp_dir().join(format!("bulkhead-{test}-{}", std::process::id())));
+            for file in files {
+                let path = sys.0.join(file);
+                fs::create_dir_all(path.parent().unwrap()).unwrap();
+                fs::write(path, "").unwrap();
+            }
+            sys
+        }
+
+        fn written(&self, file: &str) -> String {
+            fs::read_to_string(self.0.join(file)).unwrap()
+        }
+    }
+
+    impl Drop for Sys {
+        fn drop(&mut self) {
+            _ = fs::remove_dir_all(&self.0);
+        }
+    }
+
+    const PLATFORM: [&str; 4] = [
+        "bus/platform/devices/virtio-mmio.0/driver",
+        "bus/platform/devices/virtio-mmio.1/virtio1/serial",
+        BIND,
+        UNBIND,
+    ];
+
+    #[test]
+    fn without_a_pci_bus_the_driver_probes_the_empty_places_of_the_command_line() {
+        let sys = Sys::with("probe-mmio", &PLATFORM);
+        // A kernel with PCI has the directory also where there is no bus.
+        fs::create_dir_all(sys.0.join(FUNCTIONS)).unwrap();
+        probe_in(&sys.0).unwrap();
+        assert_eq!(sys.written(BIND), "virtio-mmio.1");
+        forget_in(&sys.0, &sys.0.join("bus/platform/devices/virtio-mmio.1/virtio1")).unwrap();
+        assert_eq!(sys.written(UNBIND), "virtio-mmio.1");
+        let elsewhere = forget_in(&sys.0, &sys.0.join("bus/platform/drivers/virtio-mmio"));
+        assert!(elsewhere.unwrap_err().to_string().ends_with("has no place on the bus"));
+    }
+
+    #[test]
+    fn a_pci_bus_is_scanned_and_its_functions_are_removed() {
+        let function = "bus/pci/devices/0000:00:03.0";
+        let files = ["remove", "virtio1/serial"].map(|file| format!("{function}/{file}"));
+        let files: Vec<&str> = files.iter().map(String::as_str).chain(PLATFORM).chain([RESCAN]).collect();
+        let sys = Sys::with("probe-pci", &files);
+        probe_in(&sys.0).unwrap();
+        assert_eq!((sys.written(RESCAN).as_str(), sys.written(BIND).as_str()), ("1", ""));
+        forget_in(&sys.0, &sys.0.join(function).join("virtio1")).unwrap();
+        assert_eq!(sys.written(files[0]), "1");
+    }
 }

@@ -7,14 +7,14 @@ use std::{
     sync::Arc,
 };
 
-use bulkhead_vmm_api::{ATTACHABLE_DEVICES, NicConfig, VmConfig};
+use bulkhead_vmm_api::{ATTACHABLE_DEVICES, NicConfig, Transport as Kind, VmConfig};
 use kvm_ioctls::{Kvm, VcpuFd, VmFd};
 
 use crate::{
     GuestMemory,
     arch::{
         boot::{self, BootError, Images},
-        cmdline::{self, CmdlineError, MmioDevice},
+        cmdline::{self, CmdlineError, Devices},
         cpuid::{self, CpuidError},
         mptable,
         registers::{self, RegisterError},
@@ -27,7 +27,7 @@ use crate::{
     kvm::{self, KvmError},
     layout,
     memory::{self, MemoryError, Pool, Size, Slots},
-    plug::{self, DeviceSlots, Placeholder, PlugError},
+    plug::{self, DeviceSlots, Plug, PlugError},
     snapshot::{RestoreError, SaveError, Saved, Saver},
     vcpu::{ExitEvent, GuestIo},
     virtio::{
@@ -36,9 +36,10 @@ use crate::{
         block::BlockThread,
         fs::{Fs, FsError},
         mem::{Mem, MemControl},
-        mmio::MmioTransport,
         net::{Net, NetThread, Tap},
+        pci_bus::{self, PciBus},
         rng::Rng,
+        slot::{Slot, Transport},
         vsock::{self, Vsock, VsockError},
     },
     vm::{MemorySize, Vm},
@@ -64,8 +65,8 @@ pub enum BuildError {
     Io { what: &'static str, source: io::Error },
     #[error("console: cannot open {path}")]
     Console { path: PathBuf, source: io::Error },
-    #[error("shares and nics: a VM has at most {} virtio devices", layout::VIRTIO_SLOTS)]
-    TooManyDevices,
+    #[error("shares and nics: a VM has at most {most} virtio devices")]
+    TooManyDevices { most: u32 },
     #[error("vsock: cannot create the device")]
     Vsock(#[from] VsockError),
     #[error("shares[{index}]: cannot serve {dir}")]
@@ -102,7 +103,7 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
     let root = jail::enter(&shares, &config.vsock)?;
     let exit = Arc::new(ExitEvent::new().map_err(io("an event"))?);
 
-    let fd = host.kvm.create_vm().map_err(create("a VM"))?;
+    let fd = Arc::new(host.kvm.create_vm().map_err(create("a VM"))?);
     kvm::disable_counters(&host.kvm, &fd).map_err(create("a VM without performance counters"))?;
     let memory = match &host.origin {
         Origin::Images(_) => memory::allocate(size(config), host.pool.take())?,
@@ -125,7 +126,8 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
     };
     ports.insert(layout::SERIAL_PORT, io_ports::SERIAL_PORTS, serial);
 
-    let mut slots = VirtioSlots::new(&fd, &memory);
+    let plug = Plug::new(fd.clone(), memory.clone());
+    let mut slots = VirtioSlots::new(plug.clone(), config.transport);
     slots.plug(Box::new(host.rng))?;
     let vsock = Vsock::new(host.vsock, root.vsock, GUEST_CID)?;
     let sockets = vsock.control();
@@ -142,7 +144,7 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
         slots.plug(Box::new(Net::new(tap, mac, &net)))?;
     }
     let balloon = if memory.can_be_released() { Some(slots.plug_balloon()?) } else { None };
-    let device = slots.plug_memory()?;
+    let device = slots.plug_memory(&memory)?;
     let memory_mib = config.memory_mib;
     let size = MemorySize {
         initial_mib: memory_mib,
@@ -154,18 +156,26 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
     };
     // They come last, so that the other devices have the same addresses with and without them.
     let reserved = slots.reserve(ATTACHABLE_DEVICES);
-    let VirtioSlots { bus: mmio, addresses, devices, .. } = slots;
-    let slots = DeviceSlots::new(net, BlockThread::start()?, reserved);
+    let VirtioSlots { bus: mmio, slots: all, devices, .. } = slots;
+    let resources: Vec<_> = all.iter().map(|slot| slot.resources()).collect();
+    let pci = (config.transport == Kind::Pci).then(|| Arc::new(PciBus::new(all)));
+    if let Some(pci) = &pci {
+        ports.insert(pci_bus::PORT, pci_bus::PORTS, pci.clone());
+    }
+    let slots = DeviceSlots::new(plug.clone(), net, BlockThread::start()?, reserved);
 
     match host.origin {
         Origin::Images(images) => {
-            let cmdline = cmdline::build(config.console.is_some(), &addresses, &config.kernel_args)?;
+            let devices = if pci.is_some() { Devices::Pci } else { Devices::Mmio(&resources) };
+            let cmdline = cmdline::build(config.console.is_some(), devices, &config.kernel_args)?;
             let entry = boot::load(&memory, images, &cmdline)?;
             mptable::write(&memory, config.vcpus).map_err(BuildError::MpTable)?;
             registers::set_boot(&vcpus[0], &memory, entry)?;
         }
         Origin::Saved(saved) => {
             saved.restore_vm(&fd)?;
+            saved.prepare_devices(&devices, pci.as_deref())?;
+            plug.route(&devices).map_err(RestoreError::Messages)?;
             saved.restore_devices(&devices)?;
             saved.map_working_set(&memory, &vcpus[0]);
         }
@@ -173,7 +183,7 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
 
     let io = GuestIo { mmio: Arc::new(mmio), ports: Arc::new(ports), exit };
     let Host { saver, control, .. } = host;
-    Ok(Vm { vcpus, io, last_words, devices, size, shares, sockets, slots, saver, control, fd, memory })
+    Ok(Vm { vcpus, io, last_words, devices, pci, size, shares, sockets, slots, saver, control, fd, memory })
 }
 
 fn size(config: &VmConfig) -> Size {
@@ -257,19 +267,18 @@ fn net(index: usize, nic: &NicConfig) -> Result<(Tap, [u8; 6]), BuildError> {
     Ok((Tap::create(&nic.tap).map_err(failed)?, mac))
 }
 
-/// Assigns addresses and interrupts to the virtio devices.
-struct VirtioSlots<'a> {
-    vm: &'a VmFd,
-    memory: &'a GuestMemory,
+/// Assigns slots to the virtio devices.
+struct VirtioSlots {
+    plug: Plug,
+    transport: Kind,
     bus: Bus,
-    /// The addresses and interrupts, for the command line of the kernel.
-    addresses: Vec<MmioDevice>,
-    devices: Vec<Arc<MmioTransport>>,
+    slots: Vec<Arc<Slot>>,
+    devices: Vec<Arc<dyn Transport>>,
 }
 
-impl<'a> VirtioSlots<'a> {
-    fn new(vm: &'a VmFd, memory: &'a GuestMemory) -> Self {
-        Self { vm, memory, bus: Bus::default(), addresses: Vec::new(), devices: Vec::new() }
+impl VirtioSlots {
+    fn new(plug: Plug, transport: Kind) -> Self {
+        Self { plug, transport, bus: Bus::default(), slots: Vec::new(), devices: Vec::new() }
     }
 
     fn plug_balloon(&mut self) -> Result<BalloonControl, BuildError> {
@@ -280,40 +289,40 @@ impl<'a> VirtioSlots<'a> {
     }
 
     /// Adds the memory device if the guest may have more than its initial memory.
-    fn plug_memory(&mut self) -> Result<Option<MemControl>, BuildError> {
-        let Some(region) = self.memory.growing() else { return Ok(None) };
+    fn plug_memory(&mut self, memory: &GuestMemory) -> Result<Option<MemControl>, BuildError> {
+        let Some(region) = memory.growing() else { return Ok(None) };
         let mem = Mem::new(region).map_err(io("the memory device"))?;
         let control = mem.control();
         self.plug(Box::new(mem))?;
         Ok(Some(control))
     }
 
-    /// Assigns the next address and interrupt to `device`, and connects it.
+    /// Connects `device` to the next slot.
     fn plug(&mut self, device: Box<dyn VirtioDevice>) -> Result<(), BuildError> {
-        let slot = self.next().ok_or(BuildError::TooManyDevices)?;
-        let device = plug::connect(self.vm, self.memory, slot, device)?;
-        self.bus.insert(slot.address, layout::VIRTIO_MMIO_SIZE, device.clone());
-        self.devices.push(device);
+        let most = match self.transport {
+            Kind::Mmio => layout::VIRTIO_SLOTS,
+            Kind::Pci => layout::PCI_FUNCTIONS,
+        };
+        let slot = self.next().ok_or(BuildError::TooManyDevices { most })?;
+        self.devices.push(self.plug.connect(&slot, device)?);
         Ok(())
     }
 
-    /// Reserves addresses and interrupts for up to `count` devices that may be attached later.
-    fn reserve(&mut self, count: usize) -> Vec<(MmioDevice, Arc<Placeholder>)> {
-        let slots = iter::from_fn(|| {
-            let slot = self.next()?;
-            let placeholder = Arc::new(Placeholder::default());
-            self.bus.insert(slot.address, layout::VIRTIO_MMIO_SIZE, placeholder.clone());
-            Some((slot, placeholder))
-        });
-        slots.take(count).collect()
+    /// Reserves up to `count` slots for devices that may be attached later.
+    fn reserve(&mut self, count: usize) -> Vec<Arc<Slot>> {
+        iter::from_fn(|| self.next()).take(count).collect()
     }
 
-    /// The next address and interrupt. None: there is no more.
-    fn next(&mut self) -> Option<MmioDevice> {
-        let number = self.addresses.len() as u32;
-        let address = layout::VIRTIO_MMIO_START + u64::from(number) * layout::VIRTIO_MMIO_SIZE;
-        let slot = MmioDevice { address, gsi: layout::virtio_gsi(number)? };
-        self.addresses.push(slot);
+    /// The next slot. None: there is no more.
+    fn next(&mut self) -> Option<Arc<Slot>> {
+        let number = self.slots.len() as u32;
+        let (resources, size) = match self.transport {
+            Kind::Mmio => (layout::mmio_slot(number)?, layout::VIRTIO_MMIO_SIZE),
+            Kind::Pci => (layout::pci_function(number)?, layout::PCI_SIZE),
+        };
+        let slot = Arc::new(Slot::new(self.transport, resources));
+        self.bus.insert(resources.address, size, slot.clone());
+        self.slots.push(slot.clone());
         Some(slot)
     }
 }

@@ -7,6 +7,7 @@ use std::{
 };
 
 use bulkhead_vmm_api::{API_VERSION, BLOCK_MIB, NicConfig, VmConfig};
+use serde::Deserialize;
 
 /// The MP table has space for this many.
 const VCPUS: RangeInclusive<u8> = 1..=32;
@@ -51,11 +52,22 @@ pub enum ConfigError {
     Tap { index: usize, tap: String },
 }
 
+/// The field of [`VmConfig`] that says whether the others can be read.
+#[derive(Deserialize)]
+struct Header {
+    api_version: u32,
+}
+
 /// Reads and checks the file at `path`.
 pub fn load(path: &Path) -> Result<VmConfig, ConfigError> {
     let text = fs::read(path).map_err(|source| ConfigError::Read { path: path.to_owned(), source })?;
-    let config: VmConfig = serde_json::from_slice(&text)
-        .map_err(|source| ConfigError::Parse { path: path.to_owned(), source })?;
+    let invalid = |source| ConfigError::Parse { path: path.to_owned(), source };
+    // A configuration of another version may have other fields.
+    let Header { api_version: found } = serde_json::from_slice(&text).map_err(invalid)?;
+    if found != API_VERSION {
+        return Err(ConfigError::Version { found });
+    }
+    let config: VmConfig = serde_json::from_slice(&text).map_err(invalid)?;
     check(&config)?;
     Ok(config)
 }
@@ -74,9 +86,6 @@ pub fn parse_mac(text: &str) -> Option<[u8; 6]> {
 }
 
 fn check(config: &VmConfig) -> Result<(), ConfigError> {
-    if config.api_version != API_VERSION {
-        return Err(ConfigError::Version { found: config.api_version });
-    }
     if !VCPUS.contains(&config.vcpus) {
         return Err(ConfigError::Vcpus { found: config.vcpus });
     }
@@ -124,7 +133,7 @@ mod tests {
 
     use super::*;
 
-    const GOOD: &str = r#"{"api_version":13,"kernel":"k","initramfs":"i","vcpus":1,"memory_mib":256,
+    const GOOD: &str = r#"{"api_version":14,"kernel":"k","initramfs":"i","vcpus":1,"memory_mib":256,
         "max_memory_mib":1024,
         "control":"c.sock","vsock":"v.sock",
         "shares":[{"tag":"share","dir":"share"}],
@@ -155,7 +164,13 @@ mod tests {
     #[test]
     fn what_is_wrong_is_named() {
         let cases = [
-            ("\"api_version\":13", "\"api_version\":1", "api_version: the configuration has 1"),
+            ("\"api_version\":14", "\"api_version\":1", "api_version: the configuration has 1"),
+            (
+                "\"api_version\":14",
+                "\"api_version\":15,\"later\":true",
+                "api_version: the configuration has 15, this VMM has 14; install the shim and the VMM together",
+            ),
+            ("\"api_version\":14,", "", "missing field `api_version`"),
             ("\"vcpus\":1", "\"vcpus\":0", "vcpus: 0 is not in 1..=32"),
             ("\"vcpus\":1", "\"vcpus\":33", "vcpus: 33"),
             ("256", "63", "memory_mib: 63"),

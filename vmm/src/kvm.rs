@@ -31,6 +31,7 @@ const NEEDED: &[(Cap, &str)] = &[
     (Cap::ExtCpuid, "KVM_CAP_EXT_CPUID"),
     (Cap::Irqfd, "KVM_CAP_IRQFD"),
     (Cap::Ioeventfd, "KVM_CAP_IOEVENTFD"),
+    (Cap::IrqRouting, "KVM_CAP_IRQ_ROUTING"),
     (Cap::ImmediateExit, "KVM_CAP_IMMEDIATE_EXIT"),
     // With this timer the guest needs no PIT, neither for timer interrupts nor to calibrate its clocks.
     (Cap::TscDeadlineTimer, "KVM_CAP_TSC_DEADLINE_TIMER"),

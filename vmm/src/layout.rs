@@ -29,6 +29,14 @@ pub const MMIO_HOLE_END: u64 = 0x1_0000_0000;
 pub const VIRTIO_MMIO_START: u64 = 0xd000_0000;
 /// Each device has a page, so that a guest can map it separately.
 pub const VIRTIO_MMIO_SIZE: u64 = 0x1000;
+/// The address of the memory of the first PCI function. The others follow in steps of [`PCI_SIZE`].
+pub const PCI_START: u64 = 0xd100_0000;
+/// The bytes of the memory of a PCI function.
+pub const PCI_SIZE: u64 = 0x4000;
+/// The functions of the PCI bus: one in each slot after the bridge to the host.
+pub const PCI_FUNCTIONS: u32 = 31;
+/// The most interrupts of a PCI function.
+pub const PCI_VECTORS: u32 = 16;
 /// The first interrupt (GSI) of virtio devices. 0 to 4 are the timer, the keyboard, the cascade and the serial ports
 /// of a PC.
 pub const FIRST_VIRTIO_GSI: u32 = 5;
@@ -53,14 +61,32 @@ pub const SERIAL_PORT: u64 = 0x3f8;
 /// Its interrupt.
 pub const SERIAL_GSI: u32 = 4;
 
-/// The interrupt (GSI) of the virtio device in a slot. None: there is no such slot.
-pub fn virtio_gsi(slot: u32) -> Option<u32> {
-    let gsi = FIRST_VIRTIO_GSI + slot;
-    match slot {
-        VIRTIO_SLOTS.. => None,
-        _ if gsi < RTC_GSI => Some(gsi),
-        _ => Some(gsi + 1),
+/// What a virtio device has of the guest's address space and of its interrupts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Resources {
+    /// The address of its registers.
+    pub address: u64,
+    /// Its interrupt (GSI). Those of a PCI function are this and the next ones.
+    pub gsi: u32,
+}
+
+/// The resources of the virtio-mmio device in a slot. None: there is no such slot.
+pub fn mmio_slot(slot: u32) -> Option<Resources> {
+    if slot >= VIRTIO_SLOTS {
+        return None;
     }
+    let gsi = FIRST_VIRTIO_GSI + slot;
+    let gsi = if gsi < RTC_GSI { gsi } else { gsi + 1 };
+    Some(Resources { address: VIRTIO_MMIO_START + u64::from(slot) * VIRTIO_MMIO_SIZE, gsi })
+}
+
+/// The resources of a PCI function. Its interrupts come after those of the IOAPIC. None: there is no such function.
+pub fn pci_function(function: u32) -> Option<Resources> {
+    if function >= PCI_FUNCTIONS {
+        return None;
+    }
+    let gsi = LAST_GSI + 1 + function * PCI_VECTORS;
+    Some(Resources { address: PCI_START + u64::from(function) * PCI_SIZE, gsi })
 }
 
 #[cfg(test)]
@@ -68,8 +94,19 @@ mod tests {
     use super::*;
 
     #[test]
+    fn each_pci_function_has_memory_and_interrupts_of_its_own() {
+        let functions: Vec<_> = (0..).map_while(pci_function).collect();
+        assert_eq!(functions.len(), 31);
+        let (first, second) =
+            (Resources { address: 0xd100_0000, gsi: 24 }, Resources { address: 0xd100_4000, gsi: 40 });
+        assert_eq!((functions[0], functions[1]), (first, second));
+        let Resources { address, gsi } = functions[30];
+        assert!(address + PCI_SIZE <= IOAPIC_ADDRESS.into() && gsi + PCI_VECTORS <= 1024);
+    }
+
+    #[test]
     fn each_virtio_device_has_an_interrupt_and_none_that_of_the_clock() {
-        let interrupts: Vec<u32> = (0..).map_while(virtio_gsi).collect();
+        let interrupts: Vec<u32> = (0..).map_while(mmio_slot).map(|slot| slot.gsi).collect();
         assert!(interrupts.is_sorted_by(|one, next| one < next), "{interrupts:?}");
         assert_eq!((interrupts[0], interrupts.last()), (FIRST_VIRTIO_GSI, Some(&LAST_GSI)));
         assert_eq!(interrupts.len(), VIRTIO_SLOTS as usize);

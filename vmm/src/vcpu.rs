@@ -106,8 +106,14 @@ pub struct VcpuThreads {
 
 impl VcpuThreads {
     /// Starts a thread for each of `vcpus`, which have the ids from 0 on. They run the guest when all of them and the
-    /// calling thread, which has the role `own`, have entered their jails.
-    pub fn start(vcpus: Vec<VcpuFd>, io: &GuestIo, own: ThreadRole) -> Result<Self, StartError> {
+    /// calling thread, which has the role `own`, have entered their jails. The threads of the vCPUs have the role
+    /// `role`.
+    pub fn start(
+        vcpus: Vec<VcpuFd>,
+        io: &GuestIo,
+        role: ThreadRole,
+        own: ThreadRole,
+    ) -> Result<Self, StartError> {
         register_signal_handler(kick_signal(), on_kick)
             .map_err(|error| StartError::Signal(io::Error::from_raw_os_error(error.errno())))?;
         let mut running = Self { stop: Arc::default(), threads: Vec::new(), stopped: Arc::default() };
@@ -125,11 +131,7 @@ impl VcpuThreads {
                 }
                 lock(&stopped).push((id, vcpu.fd));
             };
-            running.threads.push(jail::spawn(
-                format!("{}{id}", ThreadRole::Vcpu.name()),
-                ThreadRole::Vcpu,
-                body,
-            )?);
+            running.threads.push(jail::spawn(format!("{}{id}", role.name()), role, body)?);
             gates.push(gate);
         }
         jail::enter_thread(own)?;

@@ -29,8 +29,9 @@ use crate::{
         block::Block,
         fs::ShareControl,
         mem::MemControl,
-        mmio::MmioTransport,
         net::{Net, Tap},
+        pci_bus::PciBus,
+        slot::Transport,
         vsock::VsockControl,
     },
 };
@@ -130,7 +131,9 @@ pub struct Vm {
     /// What the guest says when it ends. Nothing if it has a console.
     pub last_words: Arc<LastWords>,
     /// The virtio devices, in the order of their addresses.
-    pub devices: Vec<Arc<MmioTransport>>,
+    pub devices: Vec<Arc<dyn Transport>>,
+    /// The PCI bus. None: the devices are not on one.
+    pub pci: Option<Arc<PciBus>>,
     /// Changes the size of the guest's memory.
     pub size: MemorySize,
     /// The shares.
@@ -144,7 +147,7 @@ pub struct Vm {
     /// The control socket.
     pub control: ControlServer,
     /// The VM in KVM.
-    pub fd: VmFd,
+    pub fd: Arc<VmFd>,
     /// KVM maps it into the guest as long as `fd` and `vcpus` are open, so it is dropped last.
     pub memory: GuestMemory,
 }
@@ -177,7 +180,8 @@ impl Vm {
         self.control.register(&poll, CONTROL)?;
         let vcpus = mem::take(&mut self.vcpus);
         let role = if self.saver.is_some() { ThreadRole::Saver } else { ThreadRole::Control };
-        let running = ManuallyDrop::new(VcpuThreads::start(vcpus, &self.io, role)?);
+        let vcpu = if self.pci.is_some() { ThreadRole::PciVcpu } else { ThreadRole::Vcpu };
+        let running = ManuallyDrop::new(VcpuThreads::start(vcpus, &self.io, vcpu, role)?);
         // The reader may have closed its end.
         let _ = writeln!(io::stdout(), "{RUNNING}");
         loop {
@@ -264,7 +268,7 @@ impl Vm {
         match Tap::new(file) {
             Ok(tap) => {
                 let device = Net::new(tap, mac, &self.slots.net);
-                let attached = self.slots.attach_nic(&self.fd, &self.memory, device);
+                let attached = self.slots.attach_nic(device);
                 self.answer(client, attached);
             }
             Err(error) => self.control.refuse(client, format!("the network device has no tap: {error}")),
@@ -276,7 +280,7 @@ impl Vm {
         let DiskRequest { serial, read_only, discards } = disk;
         match Block::open(file, serial, *read_only, *discards, &self.slots.block) {
             Ok(device) => {
-                let attached = self.slots.attach_block(&self.fd, &self.memory, device, serial);
+                let attached = self.slots.attach_block(device, serial);
                 self.answer(client, attached);
             }
             Err(error) => self.control.refuse(client, one_line(&error)),
@@ -305,8 +309,13 @@ impl Vm {
     /// Saves the VM, whose vCPUs have stopped. The control socket accepts this command only if there is a saver.
     fn save(&mut self) -> Result<(), VmError> {
         let Some(saver) = self.saver.take() else { return Ok(()) };
-        let stopped =
-            StoppedVm { vcpus: &self.vcpus, fd: &self.fd, memory: &self.memory, devices: &self.devices };
+        let stopped = StoppedVm {
+            vcpus: &self.vcpus,
+            fd: &self.fd,
+            memory: &self.memory,
+            devices: &self.devices,
+            pci: self.pci.as_deref(),
+        };
         Ok(saver.save(&stopped)?)
     }
 }

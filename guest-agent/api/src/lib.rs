@@ -9,8 +9,9 @@ pub mod name_server;
 pub mod nftables;
 pub mod relay;
 
-/// Version of this interface, checked by `StartSandbox` and by the ready message (see [`READY_PORT`]).
-pub const API_VERSION: u32 = 17;
+/// Version of this interface, checked by `StartSandbox` and by the ready message (see [`READY_PORT`]). It rises
+/// too when the agent must cope with another machine, such as one whose devices are on a PCI bus.
+pub const API_VERSION: u32 = 18;
 
 /// vsock port on which the agent serves ttrpc.
 pub const RPC_PORT: u32 = 1024;

@@ -7,6 +7,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use bulkhead_vmm_api::Transport;
 use serde::{Deserialize, Serialize};
 use strsim::damerau_levenshtein;
 use toml::{Table, de::DeTable};
@@ -20,7 +21,7 @@ pub const CONFIG_PATH: &str = "/etc/bulkhead/config.toml";
 const DROP_INS: &str = "d";
 
 /// The keys of the configuration, for a message about one that is not among them.
-const KEYS: [&str; 16] = [
+const KEYS: [&str; 17] = [
     "kernel",
     "initramfs",
     "vmm",
@@ -30,6 +31,7 @@ const KEYS: [&str; 16] = [
     "unlimited_memory_mib",
     "max_memory_mib",
     "hugepages",
+    "transport",
     "templates",
     "exclusive_roots",
     "directory_sockets",
@@ -40,7 +42,7 @@ const KEYS: [&str; 16] = [
 ];
 
 /// The keys that an annotation of a pod may set. Not among them: what names a file of the host, which a pod must not
-/// choose.
+/// choose, and what is a choice for the host, as `transport`, because each value needs templates of its own.
 pub(crate) const ANNOTATION_KEYS: [&str; 9] = [
     "vcpus",
     "max_vcpus",
@@ -86,6 +88,8 @@ pub struct Config {
     /// Take the VMs' memory from the host's pool of 2 MiB pages. A template's pages are private mappings of a file,
     /// which these cannot be, so such VMs boot, whatever `templates` says.
     pub hugepages: bool,
+    /// How the drivers of the guest reach the virtio devices.
+    pub transport: Transport,
     /// Start VMs as clones of one that was saved when it had booted, where nothing speaks against it.
     pub templates: bool,
     /// Nobody but the guest changes the files of roots that are directories of the host. So the guest may cache them
@@ -151,6 +155,7 @@ impl Default for Config {
             unlimited_memory_mib: None,
             max_memory_mib: None,
             hugepages: false,
+            transport: Transport::Mmio,
             templates: true,
             exclusive_roots: false,
             directory_sockets: true,
@@ -432,7 +437,7 @@ mod tests {
     fn reads_every_key() {
         let config = load(
             "kernel='/k'\ninitramfs='/i'\nvmm='/v'\nvcpus=2\nmax_vcpus=4\nmemory_mib=512\nunlimited_memory_mib=768\n\
-             max_memory_mib=1024\nhugepages=true\ntemplates=false\nexclusive_roots=true\n\
+             max_memory_mib=1024\nhugepages=true\ntransport='pci'\ntemplates=false\nexclusive_roots=true\n\
              directory_sockets=false\nconsole=true\nlog_level='debug'\n\
              log_format='json'\nallowed_annotations=['console','vcpus']\n",
         )
@@ -451,6 +456,7 @@ mod tests {
                 unlimited_memory_mib: Some(768),
                 max_memory_mib: Some(1024),
                 hugepages: true,
+                transport: Transport::Pci,
                 templates: false,
                 exclusive_roots: true,
                 directory_sockets: false,

@@ -136,6 +136,7 @@ fn vm_config(config: &Config, request: VmRequest) -> VmConfig {
         netns: request.netns,
         nics: vec![NicConfig { tap: CardNumber(0).tap(), mac: CardNumber(0).mac() }],
         cgroup_procs: request.cgroup_procs,
+        transport: config.transport,
         save_to: None,
         restore_from: None,
     }
@@ -188,5 +189,20 @@ impl Vm {
         }
         let _step = timeline.begin(Step::BootVm);
         launcher.boot(CONFIG, &config, listener).await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use bulkhead_vmm_api::Transport;
+
+    use super::*;
+
+    #[test]
+    fn a_vm_has_the_transport_of_the_configuration() {
+        for transport in [Transport::Mmio, Transport::Pci] {
+            let config = Config { transport, ..Config::default() };
+            assert_eq!(vm_config(&config, VmRequest::of_one_vcpu(&config)).transport, transport);
+        }
     }
 }

@@ -314,6 +314,7 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
 
     use bulkhead_agent_api::API_VERSION as AGENT_API_VERSION;
+    use bulkhead_vmm_api::Transport;
     use tokio::{
         io::{AsyncReadExt, AsyncWriteExt},
         net::{UnixListener, UnixStream},
@@ -342,6 +343,16 @@ mod tests {
         rm "$end"
         exit "$status"
     "#;
+
+    #[test]
+    fn vms_with_different_transports_have_different_templates() {
+        let names = [Transport::Mmio, Transport::Pci].map(|transport| {
+            let (parts, kernel_args) = (Vec::new(), Vec::new());
+            let (vcpus, memory_mib, max_memory_mib) = (1, 64, None);
+            name(&Shape { parts, kernel_args, vcpus, memory_mib, max_memory_mib, transport }).unwrap()
+        });
+        assert_ne!(names[0], names[1]);
+    }
 
     struct Host {
         dir: tempfile::TempDir,

@@ -19,7 +19,7 @@ pub mod tap;
 mod working_set;
 
 /// Version of this interface. A VMM refuses a configuration of any other version.
-pub const API_VERSION: u32 = 13;
+pub const API_VERSION: u32 = 14;
 
 /// The first port of the host that the VMM assigns to connections by [`VmConfig::vsock`] that name no source port.
 pub const FIRST_HOST_PORT: u32 = 1 << 30;
@@ -110,13 +110,28 @@ pub struct VmConfig {
     /// The `cgroup.procs` files of the cgroups that the VMM joins before it creates the VM.
     #[serde(default)]
     pub cgroup_procs: Vec<PathBuf>,
+    /// How the guest's drivers reach the virtio devices.
+    #[serde(default)]
+    pub transport: Transport,
     /// The directory to which [`ControlRequest::Save`] saves the VM. It must not contain a saved VM yet.
     #[serde(default)]
     pub save_to: Option<PathBuf>,
     /// The directory with a saved VM, from whose state this VM continues. It must have been saved by the same VMM
-    /// with the same kernel, initramfs, sizes and devices. None: the VM boots.
+    /// with the same kernel, initramfs, sizes, transport and devices. None: the VM boots.
     #[serde(default)]
     pub restore_from: Option<PathBuf>,
+}
+
+/// A transport of virtio.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Transport {
+    /// Each device has a page of registers, which the kernel's command line names, and an interrupt line (virtio 1.3,
+    /// 4.2).
+    #[default]
+    Mmio,
+    /// Each device is a function of a PCI bus, and has an interrupt message for each queue (virtio 1.3, 4.1).
+    Pci,
 }
 
 /// A directory that is shared by virtio-fs.
@@ -177,8 +192,9 @@ pub enum ControlRequest {
     DeviceCounts,
     /// Adds a network device. A VM gets at most [`ATTACHABLE_DEVICES`] after its start. A file descriptor of its tap
     /// device, as [`tap::create`] makes one, is sent with the request (SCM_RIGHTS). The guest finds the device when it
-    /// probes the placeholders on its command line again: until then they have the device ID 0 (virtio 1.3, 4.2.2). A
-    /// network device is not removed before the VM ends. A VM that will be saved gets no device.
+    /// probes the placeholders on its command line again: until then they have the device ID 0 (virtio 1.3, 4.2.2).
+    /// With [`Transport::Pci`] it finds the device when it scans the bus again. A network device is not removed before
+    /// the VM ends. A VM that will be saved gets no device.
     AttachNic {
         /// The MAC address of the guest, as [`NicConfig::mac`].
         mac: String,
@@ -277,12 +293,13 @@ mod tests {
 
     #[test]
     fn a_configuration_says_no_more_than_it_must() {
-        let text = r#"{"api_version":13,"kernel":"k","initramfs":"i","vcpus":1,"memory_mib":256,
+        let text = r#"{"api_version":14,"kernel":"k","initramfs":"i","vcpus":1,"memory_mib":256,
             "control":"control.sock","vsock":"vsock.sock"}"#;
         let config: VmConfig = serde_json::from_str(text).unwrap();
         assert_eq!((&config.console, &config.netns), (&None, &None));
         assert_eq!((&config.save_to, &config.restore_from), (&None, &None));
         assert_eq!((config.max_memory_mib, config.hugepages), (None, false));
+        assert_eq!(config.transport, Transport::Mmio);
         assert!(config.shares.is_empty() && config.nics.is_empty() && config.cgroup_procs.is_empty());
         let again = serde_json::to_string(&config).unwrap();
         assert_eq!(serde_json::from_str::<VmConfig>(&again).unwrap(), config);

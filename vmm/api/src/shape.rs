@@ -8,9 +8,9 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 
-use crate::VmConfig;
+use crate::{Transport, VmConfig};
 
-/// The files, the kernel arguments and the sizes of one VM. Its clones have equal ones.
+/// The files, the kernel arguments, the sizes and the transport of one VM. Its clones have equal ones.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Shape {
@@ -24,6 +24,8 @@ pub struct Shape {
     pub memory_mib: u32,
     /// As [`VmConfig::max_memory_mib`].
     pub max_memory_mib: Option<u32>,
+    /// As [`VmConfig::transport`].
+    pub transport: Transport,
 }
 
 /// A file whose metadata cannot be read.
@@ -46,6 +48,7 @@ impl Shape {
             vcpus: config.vcpus,
             memory_mib: config.memory_mib,
             max_memory_mib: config.max_memory_mib,
+            transport: config.transport,
         })
     }
 }

@@ -14,13 +14,12 @@ use std::{
 
 use bulkhead_vmm::{
     GuestMemory,
-    bus::BusDevice,
+    layout::{FIRST_VIRTIO_GSI, Resources, VIRTIO_MMIO_START},
     memory,
-    virtio::{VirtioDevice, mmio::MmioTransport},
+    virtio::{VirtioDevice, mmio::MmioTransport, slot::Transport},
 };
 use nix::sys::signal::{SigHandler, Signal, signal};
 use vm_memory::{Bytes, GuestAddress};
-use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use crate::{input::Input, meddle};
 
@@ -66,7 +65,7 @@ pub struct Buffer {
 
 /// A device, its transport and the memory of its guest.
 pub struct Guest {
-    transport: Arc<MmioTransport>,
+    transport: Arc<dyn Transport>,
     memory: GuestMemory,
     /// The name of the device's thread, by which it is found. There is one guest at a time.
     worker: &'static str,
@@ -91,8 +90,8 @@ impl Guest {
     ) -> io::Result<Self> {
         behave_as_the_vmm();
         let sizes = device.queue_sizes().to_vec();
-        let line = EventFd::new(EFD_NONBLOCK)?;
-        let transport = MmioTransport::new(device, memory.clone(), line).map_err(io::Error::other)?;
+        let resources = Resources { address: VIRTIO_MMIO_START, gsi: FIRST_VIRTIO_GSI };
+        let transport = MmioTransport::new(device, memory.clone(), resources).map_err(io::Error::other)?;
         let transport = Arc::new(transport);
         let next_avail = vec![0; sizes.len()];
         meddle::begin(&memory);
@@ -108,7 +107,7 @@ impl Guest {
     }
 
     /// The transport of the device.
-    pub fn transport(&self) -> &Arc<MmioTransport> {
+    pub fn transport(&self) -> &Arc<dyn Transport> {
         &self.transport
     }
 
@@ -255,7 +254,7 @@ impl Guest {
     /// Notifies the device, and waits until it is idle.
     pub fn kick(&self, queue: usize) {
         // KVM signals the eventfd like this. It does not write to the register.
-        if let Some(kick) = self.transport.kicks().get(queue) {
+        if let Some(kick) = self.transport.core().kicks().get(queue) {
             let _ = kick.write(1);
         }
         self.settle();
@@ -304,7 +303,7 @@ fn sleeps_in(thread: &Path, calls: &[&str]) -> bool {
 
 /// Makes the process behave like the VMM: a panic of any thread ends it, and a write to a pipe without a reader is an
 /// error. A test would continue after a panic of another thread, and libFuzzer does not ignore SIGPIPE.
-fn behave_as_the_vmm() {
+pub(crate) fn behave_as_the_vmm() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
         #[allow(unsafe_code)]

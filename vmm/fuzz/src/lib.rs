@@ -13,6 +13,7 @@ pub mod guest;
 pub mod meddle;
 pub mod mem;
 pub mod net;
+pub mod pci;
 pub mod queue;
 pub mod registers;
 pub mod restore;
@@ -24,6 +25,7 @@ pub use bulkhead_fuzz::{check, input};
 pub const TARGETS: &[bulkhead_fuzz::Named] = &[
     ("queue", queue::run),
     ("registers", registers::run),
+    ("pci", pci::run),
     ("vsock", vsock::run),
     ("fs", fs::run),
     ("net", net::run),

@@ -64,7 +64,7 @@ impl Queues {
         queue.set_used_ring_address(Some(USED as u32), None);
         queue.set_event_idx(input.u8() & 1 == 0);
         queue.set_ready(true);
-        let queue = ActiveQueue { queue, kick: EventFd::new(EFD_NONBLOCK)? };
+        let queue = ActiveQueue { queue, kick: EventFd::new(EFD_NONBLOCK)?, index: 0 };
         meddle::begin(&memory);
         Ok(Self { memory, queue, interrupt: Interrupt::new(EventFd::new(EFD_NONBLOCK)?) })
     }

@@ -19,6 +19,11 @@ fn registers() -> io::Result<()> {
 }
 
 #[test]
+fn pci() -> io::Result<()> {
+    run("pci")
+}
+
+#[test]
 fn vsock() -> io::Result<()> {
     run("vsock")
 }

@@ -3,7 +3,7 @@
 use linux_loader::cmdline::Cmdline;
 use vm_memory::GuestAddress;
 
-use crate::layout;
+use crate::layout::{self, Resources};
 
 /// COMMAND_LINE_SIZE of Linux on x86. It includes the final NUL.
 const CAPACITY: usize = 2048;
@@ -44,18 +44,22 @@ pub struct CmdlineError {
     source: linux_loader::cmdline::Error,
 }
 
-/// A virtio-mmio device for the command line.
+/// How the kernel finds the virtio devices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct MmioDevice {
-    /// The address of its registers.
-    pub address: u64,
-    /// Its interrupt.
-    pub gsi: u32,
+pub enum Devices<'d> {
+    /// Each is on the command line. The kernel does not look for a PCI bus.
+    Mmio(&'d [Resources]),
+    /// They are on the PCI bus.
+    Pci,
 }
+
+/// The kernel accesses the bus by mechanism 1, without a test of it, and does not look for chips with faults.
+const PCI: &str = "pci=conf1,noearly";
+const NO_PCI: &str = "pci=off";
 
 /// Builds the command line of a guest with these `devices`. The `extra` arguments come last, so that they override
 /// others.
-pub fn build(console: bool, devices: &[MmioDevice], extra: &[String]) -> Result<Cmdline, CmdlineError> {
+pub fn build(console: bool, devices: Devices<'_>, extra: &[String]) -> Result<Cmdline, CmdlineError> {
     let error = |word: &str| {
         let word = word.to_owned();
         move |source| CmdlineError { word, source }
@@ -76,10 +80,18 @@ pub fn build(console: bool, devices: &[MmioDevice], extra: &[String]) -> Result<
         add("earlyprintk=ttyS0,115200,keep")?;
         add("8250.nr_uarts=0")?;
     }
-    for device in devices {
-        cmdline
-            .add_virtio_mmio_device(layout::VIRTIO_MMIO_SIZE, GuestAddress(device.address), device.gsi, None)
-            .map_err(error("virtio_mmio.device"))?;
+    add(if devices == Devices::Pci { PCI } else { NO_PCI })?;
+    if let Devices::Mmio(devices) = devices {
+        for device in devices {
+            cmdline
+                .add_virtio_mmio_device(
+                    layout::VIRTIO_MMIO_SIZE,
+                    GuestAddress(device.address),
+                    device.gsi,
+                    None,
+                )
+                .map_err(error("virtio_mmio.device"))?;
+        }
     }
     for word in extra {
         cmdline.insert_str(word).map_err(error(word))?;
@@ -91,8 +103,8 @@ pub fn build(console: bool, devices: &[MmioDevice], extra: &[String]) -> Result<
 mod tests {
     use super::*;
 
-    fn text(console: bool, devices: &[MmioDevice], extra: &[String]) -> String {
-        build(console, devices, extra).unwrap().as_cstring().unwrap().into_string().unwrap()
+    fn text(console: bool, devices: &[Resources], extra: &[String]) -> String {
+        build(console, Devices::Mmio(devices), extra).unwrap().as_cstring().unwrap().into_string().unwrap()
     }
 
     #[test]
@@ -111,23 +123,29 @@ mod tests {
 
     #[test]
     fn devices_are_announced_and_the_users_words_come_last() {
-        let devices = [MmioDevice { address: 0xd000_0000, gsi: 5 }];
+        let devices = [Resources { address: 0xd000_0000, gsi: 5 }];
         let line = text(false, &devices, &["loglevel=7".into()]);
         assert!(line.ends_with("virtio_mmio.device=4K@0xd0000000:5 loglevel=7"), "{line}");
     }
 
     #[test]
+    fn the_kernel_looks_for_a_bus_only_if_there_is_one() {
+        let line = build(false, Devices::Pci, &[]).unwrap().as_cstring().unwrap().into_string().unwrap();
+        assert!(line.ends_with(" pci=conf1,noearly"), "{line}");
+        assert!(text(false, &[], &[]).ends_with(" pci=off"));
+    }
+
+    #[test]
     fn a_word_that_the_kernel_could_not_read_is_named() {
-        let error = build(false, &[], &["a\nb".into()]).unwrap_err();
+        let error = build(false, Devices::Mmio(&[]), &["a\nb".into()]).unwrap_err();
         assert!(error.to_string().contains("\"a\\nb\""), "{error}");
-        let error = build(false, &[], &["x".repeat(4096)]).unwrap_err();
+        let error = build(false, Devices::Mmio(&[]), &["x".repeat(4096)]).unwrap_err();
         assert!(error.to_string().starts_with("kernel_args"), "{error}");
     }
 
     #[test]
     fn all_devices_fit() {
-        let devices: Vec<_> =
-            (0..).map_while(layout::virtio_gsi).map(|gsi| MmioDevice { address: 0xd000_0000, gsi }).collect();
+        let devices: Vec<_> = (0..).map_while(layout::mmio_slot).collect();
         assert!(text(false, &devices, &[]).len() < CAPACITY);
     }
 }

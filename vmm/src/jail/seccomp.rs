@@ -76,10 +76,13 @@ fn rule(allowed: &Allowed) -> Result<SeccompRule, BackendError> {
 mod tests {
     use std::{
         fs::File,
+        io,
         net::UdpSocket,
         os::{fd::AsRawFd, unix::net::UnixDatagram},
         process::Command,
-        ptr, thread,
+        ptr,
+        sync::{Arc, atomic::AtomicBool},
+        thread,
     };
 
     use nix::{
@@ -90,7 +93,17 @@ mod tests {
     use vmm_sys_util::eventfd::EventFd;
 
     use super::*;
-    use crate::jail::testing::{End, drill};
+    use crate::{
+        jail::testing::{End, drill},
+        layout::Resources,
+        memory,
+        virtio::{
+            block::{Block, BlockThread},
+            mmio::MmioTransport,
+            msix::{Message, Router},
+            pci::PciTransport,
+        },
+    };
 
     /// A thread with this role is killed when it does `act`.
     fn forbidden<T>(role: ThreadRole, act: impl FnOnce() -> T) {
@@ -182,6 +195,63 @@ mod tests {
         // SAFETY: this request has no argument and changes nothing.
         forbidden(ThreadRole::Vcpu, || unsafe { libc::ioctl(event.as_raw_fd(), KVM_GET_API_VERSION) });
     }
+
+    /// Asks an event, which knows no request of KVM, for KVM_SET_GSI_ROUTING. Returns the error.
+    #[allow(unsafe_code)]
+    fn route(event: &EventFd) -> io::Error {
+        const KVM_SET_GSI_ROUTING: libc::c_ulong = 0x4008_ae6a;
+        let table = [0u64];
+        // SAFETY: the table is one without entries, and nobody reads it.
+        let result = unsafe { libc::ioctl(event.as_raw_fd(), KVM_SET_GSI_ROUTING, table.as_ptr()) };
+        assert_eq!(result, -1);
+        io::Error::last_os_error()
+    }
+
+    #[test]
+    fn a_vcpu_routes_no_message_where_there_is_no_bus() {
+        let event = EventFd::new(0).unwrap();
+        forbidden(ThreadRole::Vcpu, || route(&event));
+    }
+
+    #[test]
+    fn a_vcpu_routes_the_messages_of_functions() {
+        let event = EventFd::new(0).unwrap();
+        let body = || {
+            let routed = thread::spawn(move || {
+                install_filter(ThreadRole::PciVcpu).unwrap();
+                route(&event).raw_os_error()
+            });
+            assert_eq!(routed.join().unwrap(), Some(libc::ENOTTY));
+        };
+        drill(body, End::succeeds);
+    }
+
+    #[test]
+    fn the_main_thread_makes_a_device_with_either_transport() {
+        struct NoRouter;
+        impl Router for NoRouter {
+            fn route(&self, _: &[(u32, Message)], _: &AtomicBool) -> io::Result<()> {
+                Ok(())
+            }
+        }
+        let body = || {
+            let thread = BlockThread::start().unwrap();
+            let memory = memory::lay_out(&[(0, 0x10000)], 0).unwrap();
+            let made = thread::spawn(move || {
+                let files = [(); 2].map(|()| tempfile::tempfile().unwrap());
+                files.iter().for_each(|file| file.set_len(4096).unwrap());
+                install_filter(ThreadRole::Control).unwrap();
+                let [one, other] = files.map(|file| Block::open(file, "a", true, false, &thread).unwrap());
+                let resources = Resources { address: 0xd000_0000, gsi: 24 };
+                let mmio = MmioTransport::new(Box::new(one), memory.clone(), resources).is_ok();
+                let pci = PciTransport::new(Box::new(other), memory, resources, Arc::new(NoRouter));
+                mmio && pci.is_ok()
+            });
+            assert!(made.join().unwrap());
+        };
+        drill(body, End::succeeds);
+    }
+
     #[test]
     #[allow(unsafe_code)]
     fn nothing_is_asked_of_a_file_but_its_inode_flags() {

@@ -7,9 +7,9 @@
 use std::mem::size_of;
 
 use kvm_bindings::{
-    KVMIO, kvm_clock_data, kvm_debugregs, kvm_ioeventfd, kvm_irqchip, kvm_irqfd, kvm_lapic_state,
-    kvm_mp_state, kvm_msrs, kvm_regs, kvm_sregs, kvm_userspace_memory_region, kvm_vcpu_events, kvm_xcrs,
-    kvm_xsave,
+    KVMIO, kvm_clock_data, kvm_debugregs, kvm_ioeventfd, kvm_irq_routing, kvm_irqchip, kvm_irqfd,
+    kvm_lapic_state, kvm_mp_state, kvm_msrs, kvm_regs, kvm_sregs, kvm_userspace_memory_region,
+    kvm_vcpu_events, kvm_xcrs, kvm_xsave,
 };
 use vmm_sys_util::ioctl::{_IOC_NONE, _IOC_READ, _IOC_WRITE, ioctl_expr};
 
@@ -111,6 +111,7 @@ pub(super) fn for_role(role: ThreadRole) -> &'static [&'static [Allowed]] {
         ThreadRole::Control => &[EVENTS, CLIENTS, CONTROL, GROWTH, ATTACHING],
         ThreadRole::Saver => &[EVENTS, CLIENTS, CONTROL, SAVER],
         ThreadRole::Vcpu => &[VCPU],
+        ThreadRole::PciVcpu => &[VCPU, MESSAGES],
         ThreadRole::Rng | ThreadRole::Balloon | ThreadRole::Mem => &[EVENTS],
         ThreadRole::Vsock => &[EVENTS, CLIENTS, VSOCK],
         ThreadRole::Net => &[EVENTS, NET],
@@ -193,6 +194,11 @@ const VCPU: &[Allowed] = &[
     when(libc::SYS_ioctl, &[kvm(_IOC_NONE, 0x80, 0)]),
     // The eventfds of a device's queues are duplicated when its driver activates it.
     when(libc::SYS_fcntl, &[is(1, libc::F_DUPFD_CLOEXEC as u64)]),
+];
+
+const MESSAGES: &[Allowed] = &[
+    // The driver sets a message up, which goes to the table of the VM (KVM_SET_GSI_ROUTING).
+    when(libc::SYS_ioctl, &[kvm(_IOC_WRITE, 0x6a, size_of::<kvm_irq_routing>())]),
 ];
 
 const VSOCK: &[Allowed] = &[

@@ -9,6 +9,8 @@ pub enum ThreadRole {
     Saver,
     /// Runs a vCPU and handles its exits.
     Vcpu,
+    /// Runs a vCPU of a VM with a PCI bus. It also tells KVM of the messages of the devices.
+    PciVcpu,
     /// Serves the entropy device.
     Rng,
     /// Serves the vsock device.
@@ -27,10 +29,11 @@ pub enum ThreadRole {
 
 impl ThreadRole {
     /// All roles.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 11] = [
         Self::Control,
         Self::Saver,
         Self::Vcpu,
+        Self::PciVcpu,
         Self::Rng,
         Self::Vsock,
         Self::Net,
@@ -45,7 +48,7 @@ impl ThreadRole {
         match self {
             Self::Control => "control",
             Self::Saver => "saver",
-            Self::Vcpu => "vcpu",
+            Self::Vcpu | Self::PciVcpu => "vcpu",
             Self::Rng => "rng",
             Self::Vsock => "vsock",
             Self::Net => "net",
@@ -63,6 +66,7 @@ impl ThreadRole {
             Self::Control
             | Self::Saver
             | Self::Vcpu
+            | Self::PciVcpu
             | Self::Rng
             | Self::Vsock
             | Self::Net

@@ -1,13 +1,10 @@
-//! The state of a virtio device behind the MMIO transport.
+//! The state of a virtio device behind its transport.
 
 use std::io;
 
 use serde::{Deserialize, Serialize};
 
-use crate::virtio::{
-    InterruptState,
-    mmio::{MmioTransport, registers::Registers},
-};
+use crate::virtio::{InterruptState, pci::PciState, slot::Transport, transport::registers::Registers};
 
 /// The registers of a device. The rest of its state is in its queues in guest memory.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -18,24 +15,40 @@ pub struct DeviceState {
     features: u64,
     interrupt: InterruptState,
     registers: Registers,
+    /// What a PCI function has besides.
+    pci: Option<PciState>,
 }
 
 impl DeviceState {
     /// Stops the device and returns its state. Its connections and open files are lost.
-    pub fn save(transport: &MmioTransport) -> io::Result<Self> {
-        let registers = transport.stop()?;
-        let (device_type, features) = transport.identity();
-        Ok(Self { device_type, features, interrupt: transport.interrupt().save(), registers })
+    pub fn save(transport: &dyn Transport) -> io::Result<Self> {
+        let core = transport.core();
+        let registers = core.stop()?;
+        let (device_type, features) = core.identity();
+        let pci = transport.pci().map(|function| function.save());
+        Ok(Self { device_type, features, interrupt: core.interrupt().save(), registers, pci })
     }
 
-    /// Restores the state to a new device of the same type, and activates the device if the saved one was active.
-    /// Guest memory and KVM's interrupt controllers must have been restored before.
-    pub fn restore(&self, transport: &MmioTransport) -> io::Result<()> {
+    /// Restores what is to be known of a new device of the same type before one of them is activated: the interrupt
+    /// messages.
+    pub fn prepare(&self, transport: &dyn Transport) -> io::Result<()> {
+        let core = transport.core();
         let sizes: Vec<u16> = self.registers.queue_sizes().collect();
-        if transport.identity() != (self.device_type, self.features) || transport.queue_sizes() != sizes {
+        if core.identity() != (self.device_type, self.features) || core.queue_sizes() != sizes {
             return Err(io::Error::other("it is of another type, or has other features or queues"));
         }
-        transport.resume(&self.registers)?;
-        transport.interrupt().restore(self.interrupt)
+        match (transport.pci(), &self.pci) {
+            (Some(function), Some(saved)) => function.restore(saved),
+            (None, None) => Ok(()),
+            (Some(_), None) | (None, Some(_)) => Err(io::Error::other("it has another transport")),
+        }
+    }
+
+    /// Restores the rest of the state, and activates the device if the saved one was active. Guest memory and KVM's
+    /// interrupt controllers must have been restored before.
+    pub fn restore(&self, transport: &dyn Transport) -> io::Result<()> {
+        let core = transport.core();
+        core.resume(&self.registers)?;
+        core.interrupt().restore(self.interrupt)
     }
 }

@@ -20,7 +20,12 @@ use serde::{Deserialize, Serialize};
 use self::{
     error::refused, text_file::read_text, vcpu_state::VcpuState, vm_state::VmState, working_set::Pieces,
 };
-use crate::{GuestMemory, arch::cpuid, memory::Size, virtio::mmio::MmioTransport};
+use crate::{
+    GuestMemory,
+    arch::cpuid,
+    memory::Size,
+    virtio::{pci_bus::PciBus, slot::Transport},
+};
 
 mod device_state;
 mod error;
@@ -35,7 +40,7 @@ pub use error::StateError;
 pub use memory_file::{Extent, SavedMemoryError, restore_memory, save_memory};
 
 /// The version of the format. It changes when the meaning of the files changes.
-pub const FORMAT: u32 = 2;
+pub const FORMAT: u32 = 3;
 /// The most bytes of a [`STATE_FILE`] that are read: a few times what 255 vCPUs and some million extents take.
 const LONGEST_STATE: u64 = 64 << 20;
 /// The program of the VMM.
@@ -71,6 +76,12 @@ pub enum RestoreError {
     Shape { what: &'static str, saved: usize, wanted: usize },
     #[error("restore_from: the VM was saved with other kernel_args")]
     KernelArgs,
+    #[error("restore_from: the VM was saved with another transport")]
+    Transport,
+    #[error("restore_from: the saved state of the PCI bus does not fit the configuration")]
+    Bus,
+    #[error("restore_from: KVM does not take the interrupt messages of the saved devices")]
+    Messages(#[source] io::Error),
     #[error("restore_from: the VM was saved on a host whose KVM or processor has other features")]
     Processor,
     #[error(
@@ -99,6 +110,9 @@ fn check_shape(saved: &Shape, wanted: &Shape) -> Result<(), RestoreError> {
     if let Some((what, saved, wanted)) = numbers.into_iter().find(|(_, saved, wanted)| saved != wanted) {
         return Err(RestoreError::Shape { what, saved, wanted });
     }
+    if saved.transport != wanted.transport {
+        return Err(RestoreError::Transport);
+    }
     if saved.kernel_args == wanted.kernel_args { Ok(()) } else { Err(RestoreError::KernelArgs) }
 }
 
@@ -112,6 +126,8 @@ struct State {
     vcpus: Vec<VcpuState>,
     /// In the order of their addresses.
     devices: Vec<DeviceState>,
+    /// The address that the guest has written to the PCI bus last, if there is one.
+    pci_address: Option<u32>,
     memory: Vec<Extent>,
 }
 
@@ -139,7 +155,9 @@ pub struct StoppedVm<'v> {
     pub fd: &'v VmFd,
     pub memory: &'v GuestMemory,
     /// In the order of their addresses.
-    pub devices: &'v [Arc<MmioTransport>],
+    pub devices: &'v [Arc<dyn Transport>],
+    /// The PCI bus, if the devices are on one.
+    pub pci: Option<&'v PciBus>,
 }
 
 impl Saver {
@@ -164,7 +182,7 @@ impl Saver {
     /// Saves the VM and stops its devices for good. The state is written last, so an incomplete save has no state.
     pub fn save(mut self, vm: &StoppedVm) -> Result<(), SaveError> {
         let devices = vm.devices.iter().enumerate().map(|(index, device)| {
-            DeviceState::save(device).map_err(|source| SaveError::Device { index, source })
+            DeviceState::save(&**device).map_err(|source| SaveError::Device { index, source })
         });
         let devices = devices.collect::<Result<_, _>>()?;
         let vcpus = vm.vcpus.iter().zip(self.cpuid);
@@ -180,6 +198,7 @@ impl Saver {
             machine: VmState::save(vm.fd)?,
             vcpus,
             devices,
+            pci_address: vm.pci.map(PciBus::address),
             memory: save_memory(vm.memory, &mut self.memory).map_err(written("memory"))?,
         };
         let mut file = BufWriter::new(self.state);
@@ -268,17 +287,40 @@ impl Saved {
         Ok(self.state.machine.restore(vm)?)
     }
 
-    /// Restores the devices. Call this last, because a device may interrupt the guest at once, and before the guest
-    /// runs.
-    pub fn restore_devices(&self, devices: &[Arc<MmioTransport>]) -> Result<(), RestoreError> {
+    /// Restores the PCI bus, and what is to be known of devices before one of them is activated: their interrupt
+    /// messages, which go to KVM next.
+    pub fn prepare_devices(
+        &self,
+        devices: &[Arc<dyn Transport>],
+        pci: Option<&PciBus>,
+    ) -> Result<(), RestoreError> {
         let (saved, wanted) = (self.state.devices.len(), devices.len());
         if saved != wanted {
             return Err(RestoreError::Shape { what: "devices", saved, wanted });
         }
-        for (index, (device, state)) in devices.iter().zip(&self.state.devices).enumerate() {
-            state.restore(device).map_err(|source| RestoreError::Device { index, source })?;
+        if let (Some(bus), Some(address)) = (pci, self.state.pci_address) {
+            bus.set_address(address);
         }
-        Ok(())
+        if pci.map(PciBus::address) != self.state.pci_address {
+            return Err(RestoreError::Bus);
+        }
+        self.for_each_device(devices, DeviceState::prepare)
+    }
+
+    /// Restores the devices. Call this last, because a device may interrupt the guest at once, and before the guest
+    /// runs.
+    pub fn restore_devices(&self, devices: &[Arc<dyn Transport>]) -> Result<(), RestoreError> {
+        self.for_each_device(devices, DeviceState::restore)
+    }
+
+    fn for_each_device(
+        &self,
+        devices: &[Arc<dyn Transport>],
+        restore: fn(&DeviceState, &dyn Transport) -> io::Result<()>,
+    ) -> Result<(), RestoreError> {
+        devices.iter().zip(&self.state.devices).enumerate().try_for_each(|(index, (device, state))| {
+            restore(state, &**device).map_err(|source| RestoreError::Device { index, source })
+        })
     }
 }
 
@@ -317,6 +359,7 @@ mod tests {
                 machine: VmState::default(),
                 vcpus: Vec::new(),
                 devices: Vec::new(),
+                pci_address: None,
                 memory: save_memory(&memory, &mut create(host.path(MEMORY_FILE)).unwrap()).unwrap(),
             };
             fs::write(host.path(STATE_FILE), serde_json::to_vec(&state).unwrap()).unwrap();
@@ -360,8 +403,8 @@ mod tests {
         assert!(cut.contains("state.json is damaged: EOF"), "{cut}");
         let empty = Host::new().refusal(|_| String::new());
         assert!(empty.contains("state.json is damaged"), "{empty}");
-        let of_another_time = Host::new().refusal(|text| text.replace("\"format\":2", "\"format\":9"));
-        assert_eq!(of_another_time, "restore_from: the VM was saved in format 9, this VMM supports 2");
+        let of_another_time = Host::new().refusal(|text| text.replace("\"format\":3", "\"format\":9"));
+        assert_eq!(of_another_time, "restore_from: the VM was saved in format 9, this VMM supports 3");
         let host = Host::new();
         fs::remove_file(host.path(STATE_FILE)).unwrap();
         assert!(reason(host.open()).contains("cannot read"));
@@ -391,6 +434,8 @@ mod tests {
         assert_eq!(changed(|config| config.vcpus = 2), expected);
         let expected = "restore_from: the VM was saved with 64 MiB of memory, the configuration has 128";
         assert_eq!(changed(|config| config.memory_mib = 128), expected);
+        let expected = "restore_from: the VM was saved with another transport";
+        assert_eq!(changed(|config| config.transport = bulkhead_vmm_api::Transport::Pci), expected);
         let expected = "restore_from: the VM was saved with other kernel_args";
         assert_eq!(changed(|config| config.kernel_args.push("debug".into())), expected);
     }

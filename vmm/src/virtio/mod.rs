@@ -1,4 +1,4 @@
-//! Virtio devices (virtio 1.3) behind the MMIO [transport](mmio).
+//! Virtio devices (virtio 1.3) behind a [transport].
 //!
 //! The transport owns a device and the thread that serves it, which is in a jail of its own. When the driver sets
 //! DRIVER_OK, the transport passes the queues to the device in an [`Activation`]. The device returns a job, and its
@@ -20,12 +20,17 @@ mod interrupt;
 mod iovecs;
 pub mod mem;
 pub mod mmio;
+pub mod msix;
 pub mod net;
+pub mod pci;
+pub mod pci_bus;
 pub mod queue;
 pub mod rng;
 mod shared_thread;
+pub mod slot;
 #[cfg(test)]
 mod testing;
+pub mod transport;
 pub mod vsock;
 
 pub use device::{Activation, VirtioDevice};

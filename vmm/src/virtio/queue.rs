@@ -33,6 +33,8 @@ pub struct ActiveQueue {
     pub queue: Queue,
     /// The driver's available buffer notification (virtio 1.3, 2.7.13), an ioeventfd.
     pub kick: EventFd,
+    /// The index of the queue, by which it has its interrupt.
+    pub index: usize,
 }
 
 /// How many chains [`ActiveQueue::serve`] handles.
@@ -111,7 +113,7 @@ impl ActiveQueue {
     /// Interrupts the driver, unless the driver has suppressed that (virtio 1.3, 2.7.7 and 2.7.10).
     pub fn notify(&mut self, memory: &GuestMemory, interrupt: &Interrupt) -> Result<(), QueueError> {
         if self.queue.needs_notification(memory)? {
-            interrupt.used().map_err(QueueError::Interrupt)?;
+            interrupt.used(self.index).map_err(QueueError::Interrupt)?;
         }
         Ok(())
     }
@@ -142,7 +144,7 @@ impl ActiveQueue {
                 return Ok(());
             }
         }
-        interrupt.used().map_err(QueueError::Interrupt)
+        interrupt.used(self.index).map_err(QueueError::Interrupt)
     }
 
     /// Enables notifications by the driver. Returns true if the driver has made more chains available meanwhile, for
@@ -168,7 +170,11 @@ mod tests {
     }
 
     fn active(mock: &MockSplitQueue<GuestMemory>) -> ActiveQueue {
-        ActiveQueue { queue: mock.create_queue().unwrap(), kick: EventFd::new(EFD_NONBLOCK).unwrap() }
+        ActiveQueue {
+            queue: mock.create_queue().unwrap(),
+            kick: EventFd::new(EFD_NONBLOCK).unwrap(),
+            index: 0,
+        }
     }
 
     #[test]

@@ -134,7 +134,8 @@ mod tests {
         let line = EventFd::new(0).unwrap();
         let interrupt = Arc::new(Interrupt::new(line.try_clone().unwrap()));
         let mut rng = Rng::new().unwrap();
-        let queue = ActiveQueue { queue: mock.create_queue().unwrap(), kick: kick.try_clone().unwrap() };
+        let queue =
+            ActiveQueue { queue: mock.create_queue().unwrap(), kick: kick.try_clone().unwrap(), index: 0 };
         let activation = Activation {
             memory: memory.clone(),
             queues: vec![queue],

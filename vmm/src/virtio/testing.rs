@@ -70,7 +70,7 @@ impl Driver {
             queue.set_used_ring_address(Some(base as u32 + 0xa000), None);
             queue.set_event_idx(features & 1 << 29 != 0);
             queue.set_ready(true);
-            active.push(ActiveQueue { queue, kick: kick.try_clone().unwrap() });
+            active.push(ActiveQueue { queue, kick: kick.try_clone().unwrap(), index });
             queues.push(DriverQueue { size: *size, base, kick, next_avail: 0, next_used: 0 });
         }
         let activation = Activation {

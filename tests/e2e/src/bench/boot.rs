@@ -11,7 +11,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use bulkhead_vmm_api::{API_VERSION, ControlRequest, RUNNING, VmConfig};
+use bulkhead_vmm_api::{API_VERSION, ControlRequest, RUNNING, Transport, VmConfig};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use tempfile::TempDir;
 use vsock::{VMADDR_CID_ANY, VsockListener};
@@ -77,6 +77,7 @@ fn config() -> VmConfig {
         netns: None,
         nics: Vec::new(),
         cgroup_procs: Vec::new(),
+        transport: Transport::Mmio,
         save_to: None,
         restore_from: None,
     }

@@ -51,6 +51,7 @@ mod share;
 mod stdio;
 pub(crate) mod templates;
 mod terminal;
+mod transport;
 mod update;
 mod upgrade;
 
@@ -107,6 +108,7 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::new("jail", jail::CASES),
     Group::new("share", share::CASES),
     Group::new("templates", templates::CASES),
+    Group::new("transport", transport::CASES),
     Group::new("hostile", hostile::CASES),
     Group::new("counts", counts::CASES),
     Group::new("leaks", leaks::CASES),

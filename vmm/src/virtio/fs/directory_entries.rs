@@ -193,8 +193,13 @@ impl Server {
         let create = Create::parse(&mut request, self.shared.is_exclusive)?;
         let (parent, name) = (request.header.node, request.args.name()?);
         self.tables().nodes.make_room()?;
-        self.tables().handles.make_room()?;
         let dir = self.path(parent)?;
+        let room = self.tables().handles.make_room();
+        if let Err(error) = room {
+            // The guest has not looked the name up, if it creates a file or nothing.
+            let is_taken = create.flags & OFlags::EXCL.bits() != 0 && stat_at(&*dir, name).is_ok();
+            return Err(if is_taken { Errno::EXIST } else { error });
+        }
         let kept = handles::kept(create.flags);
         let flags = kept | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let mode = Mode::from_raw_mode(create.mode);

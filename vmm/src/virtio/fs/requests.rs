@@ -557,7 +557,8 @@ mod tests {
         let mock = MockSplitQueue::new(&memory, 16);
         let chain = [RawDescriptor::from(Descriptor::new(0x8000, bytes.len() as u32, 0, 0))];
         mock.build_desc_chain(&chain).unwrap();
-        let queue = ActiveQueue { queue: mock.create_queue().unwrap(), kick: EventFd::new(0).unwrap() };
+        let queue =
+            ActiveQueue { queue: mock.create_queue().unwrap(), kick: EventFd::new(0).unwrap(), index: 0 };
         let queues = RequestQueues::new(memory.clone(), vec![queue], 8, unmounted());
         let shared = shared();
         let Taken::Work(work) = queues.take(0, &shared).unwrap() else { panic!("it is parked") };
@@ -621,7 +622,8 @@ mod tests {
         let mock = MockSplitQueue::new(&memory, SIZE);
         let chain = [RawDescriptor::from(Descriptor::new(0x8000, IN_HEADER as u32, 0, 0))];
         mock.build_desc_chain(&chain).unwrap();
-        let queue = ActiveQueue { queue: mock.create_queue().unwrap(), kick: EventFd::new(0).unwrap() };
+        let queue =
+            ActiveQueue { queue: mock.create_queue().unwrap(), kick: EventFd::new(0).unwrap(), index: 0 };
         let queues = RequestQueues::new(memory.clone(), vec![queue], 8, unmounted());
         fill_with(&mut lock(&queues.load), Demand::of(None), 8);
         let shared = shared();
@@ -695,7 +697,7 @@ mod tests {
         let memory = Arc::new(memory.clone());
         let chains: Vec<_> = queue.iter(memory.clone()).unwrap().collect();
         let kick = EventFd::new(vmm_sys_util::eventfd::EFD_NONBLOCK).unwrap();
-        let active = ActiveQueue { queue, kick: kick.try_clone().unwrap() };
+        let active = ActiveQueue { queue, kick: kick.try_clone().unwrap(), index: 0 };
         let queues = RequestQueues::new((*memory).clone(), vec![active], 8, unmounted());
         let [ended, slow, third, fourth] = [1, 2, 3, 4].map(|it| Demand::of(Some(it)));
         let mut load = lock(&queues.load);

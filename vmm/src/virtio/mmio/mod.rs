@@ -1,221 +1,62 @@
-//! The MMIO transport (virtio 1.3, 4.2).
-//!
-//! [`registers`] knows the registers and which writes are legal, and [`lifecycle`] starts and stops the device. The
-//! transport connects them to the guest's bus and to the interrupt.
+//! The MMIO transport (virtio 1.3, 4.2): the registers are in a page of memory, and the interrupt is a line.
 
-use std::{
-    io,
-    sync::{Arc, Mutex},
+use std::sync::Arc;
+
+use vmm_sys_util::eventfd::EventFd;
+
+use super::{
+    INTERRUPT_USED, Interrupt, VirtioDevice,
+    transport::{
+        Core, IoEventFd, TransportError, event,
+        registers::{self, reg},
+    },
 };
-
-use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
-
-use self::{
-    lifecycle::{Lifecycle, QueuePosition},
-    registers::{Effect, Registers, reg, status},
-};
-use super::{Interrupt, VirtioDevice};
-use crate::{GuestMemory, bus::BusDevice, jail::ThreadError, lock};
-
-mod lifecycle;
-pub(crate) mod registers;
-
-/// The offset of the register that the ioeventfds of a device's queues listen to.
-pub const NOTIFY_OFFSET: u64 = reg::QUEUE_NOTIFY;
-/// The offset of the register by which the driver acknowledges interrupts. See [`MmioTransport::acknowledged`].
-pub const ACKNOWLEDGE_OFFSET: u64 = reg::INTERRUPT_ACK;
-
-/// Why a device could not be connected to its guest.
-#[derive(Debug, thiserror::Error)]
-pub enum TransportError {
-    #[error("cannot make the eventfds of a device")]
-    Events(#[source] io::Error),
-    #[error(transparent)]
-    Thread(#[from] ThreadError),
-}
+use crate::{GuestMemory, bus::BusDevice, layout::Resources};
 
 /// A device and its registers.
 pub struct MmioTransport {
-    interrupt: Arc<Interrupt>,
-    kicks: Vec<EventFd>,
+    core: Core,
+    resources: Resources,
+    /// The event of the acknowledgement of an interrupt that was about used buffers only. With it, the vCPU need not
+    /// leave KVM for that. Nobody waits for the event: the bit stays set in InterruptStatus, and the driver finds no
+    /// used buffers if there are none.
     acknowledged: EventFd,
-    state: Mutex<State>,
-}
-
-struct State {
-    lifecycle: Lifecycle,
-    registers: Registers,
-    presence: Presence,
-}
-
-/// Whether there is a device for the guest.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Presence {
-    Here,
-    /// It was taken away. A driver that uses it, or has begun to set it up, goes on: otherwise its probe would wait for
-    /// ever for the answer to its first request.
-    Gone,
-    /// It was taken away, and was reset since. No driver can use it any more.
-    LetGo,
 }
 
 impl MmioTransport {
-    /// Connects `device` to a guest with `memory`. `line` is registered with KVM as an irqfd.
+    /// Connects `device` to a guest with `memory`.
     pub fn new(
         device: Box<dyn VirtioDevice>,
         memory: GuestMemory,
-        line: EventFd,
+        resources: Resources,
     ) -> Result<Self, TransportError> {
-        let interrupt = Arc::new(Interrupt::new(line));
-        let registers = Registers::new(device.queue_sizes().iter().copied());
-        let event = || EventFd::new(EFD_NONBLOCK | libc::EFD_CLOEXEC);
-        let kicks = registers.queue_sizes().map(|_| event()).collect::<Result<_, _>>();
-        let kicks = kicks.map_err(TransportError::Events)?;
-        let acknowledged = event().map_err(TransportError::Events)?;
-        let lifecycle = Lifecycle::new(device, memory, interrupt.clone())?;
-        let state = Mutex::new(State { lifecycle, registers, presence: Presence::Here });
-        Ok(Self { interrupt, kicks, acknowledged, state })
+        let (line, acknowledged) = (event()?, event()?);
+        let core = Core::new(device, memory, Arc::new(Interrupt::new(line)))?;
+        Ok(Self { core, resources, acknowledged })
     }
 
-    /// The events of the queues. Each is registered as an ioeventfd at [`NOTIFY_OFFSET`] for the value that is its
-    /// index.
-    pub fn kicks(&self) -> &[EventFd] {
-        &self.kicks
+    /// The device.
+    pub fn core(&self) -> &Core {
+        &self.core
     }
 
-    /// The event of the acknowledgement of an interrupt that was about used buffers only. It is registered as an
-    /// ioeventfd at [`ACKNOWLEDGE_OFFSET`] for the value [`INTERRUPT_USED`], so that the vCPU need not leave KVM for
-    /// it. Nobody waits for the event: the bit stays set in InterruptStatus, and the driver finds no used buffers if
-    /// there are none.
-    ///
-    /// [`INTERRUPT_USED`]: super::INTERRUPT_USED
-    pub fn acknowledged(&self) -> &EventFd {
-        &self.acknowledged
+    /// The notifications of the queues, and the acknowledgement of an interrupt.
+    pub fn ioeventfds(&self) -> Vec<IoEventFd<'_>> {
+        let registered = |register, value, event| IoEventFd {
+            address: self.resources.address + register,
+            value: Some(value),
+            event,
+        };
+        let queues = (0..).zip(self.core.kicks());
+        let mut all: Vec<_> =
+            queues.map(|(queue, kick)| registered(reg::QUEUE_NOTIFY, queue, kick)).collect();
+        all.push(registered(reg::INTERRUPT_ACK, INTERRUPT_USED, &self.acknowledged));
+        all
     }
 
-    /// The device ID, and the features that the device offers.
-    pub(crate) fn identity(&self) -> (u32, u64) {
-        let state = lock(&self.state);
-        (state.lifecycle.device.device_type(), state.lifecycle.features())
-    }
-
-    /// The maximum sizes of the queues.
-    pub(crate) fn queue_sizes(&self) -> Vec<u16> {
-        lock(&self.state).registers.queue_sizes().collect()
-    }
-
-    pub(crate) fn interrupt(&self) -> &Interrupt {
-        &self.interrupt
-    }
-
-    /// Stops the device, and returns its registers. The rest of its state is in the queues in guest memory.
-    /// Connections and open files are lost. Returns an error if the device could not continue from there.
-    pub(crate) fn stop(&self) -> io::Result<Registers> {
-        let mut state = lock(&self.state);
-        state.lifecycle.stop()?;
-        state.lifecycle.check_idle(&state.registers)?;
-        Ok(state.registers.clone())
-    }
-
-    /// Sets the registers of a new device. Activates the device if its driver had set DRIVER_OK. The device continues
-    /// after the last chain that was used.
-    pub(crate) fn resume(&self, registers: &Registers) -> io::Result<()> {
-        let state = &mut *lock(&self.state);
-        state.registers.clone_from(registers);
-        if registers.is_driver_ok() {
-            state.lifecycle.activate(registers, &self.kicks, QueuePosition::AfterUsed)?;
-        }
-        Ok(())
-    }
-
-    /// Hides the device from drivers that look for one. A driver that has found it goes on until it resets the device,
-    /// and cannot activate it again.
-    pub(crate) fn hide(&self) {
-        let mut state = lock(&self.state);
-        if state.presence == Presence::Here {
-            state.presence = Presence::Gone;
-        }
-    }
-
-    /// Whether there is no driver: it has reset the device. Linux says afterwards that it sees the device
-    /// (ACKNOWLEDGE).
-    pub(crate) fn has_no_driver(&self) -> bool {
-        lock(&self.state).registers.status() & status::DRIVER == 0
-    }
-
-    fn read_register(&self, offset: u64) -> u32 {
-        // The driver reads this register at every interrupt, so it does without the lock.
-        if offset == reg::INTERRUPT_STATUS {
-            return self.interrupt.status();
-        }
-        let state = lock(&self.state);
-        match offset {
-            reg::DEVICE_ID if state.presence != Presence::Here => 0,
-            reg::DEVICE_ID => state.lifecycle.device.device_type(),
-            reg::CONFIG_GENERATION => state.lifecycle.device.config_generation(),
-            reg::STATUS if self.interrupt.is_reset_needed() => state.registers.status() | status::NEEDS_RESET,
-            // A driver that does not find FEATURES_OK set ends its probe (virtio 1.3, 3.1.1).
-            reg::STATUS if state.presence == Presence::LetGo => {
-                state.registers.status() & !status::FEATURES_OK
-            }
-            reg::STATUS => state.registers.status(),
-            _ => state.registers.read(offset, state.lifecycle.features()),
-        }
-    }
-
-    fn write_register(&self, offset: u64, value: u32) {
-        match offset {
-            // KVM handles the acknowledgement of used buffers by itself. Those of other changes arrive here.
-            reg::INTERRUPT_ACK => self.interrupt.acknowledge(value),
-            // KVM handles a legal notification by itself. A write with another width or value arrives here.
-            reg::QUEUE_NOTIFY => {
-                if let Some(kick) = self.kicks.get(value as usize) {
-                    // Fails only if the counter is full, and then the event is signalled already.
-                    let _ = kick.write(1);
-                }
-            }
-            _ => {
-                let state = &mut *lock(&self.state);
-                let (features, memory) = (state.lifecycle.features(), &state.lifecycle.memory);
-                match state.registers.write(offset, value, features, memory) {
-                    Effect::Nothing => {}
-                    Effect::Reset => self.reset(state),
-                    Effect::Activate => self.activate(state),
-                    Effect::Illegal => self.declare_broken(state),
-                }
-            }
-        }
-    }
-
-    fn activate(&self, state: &mut State) {
-        if state.presence == Presence::LetGo {
-            return self.declare_broken(state);
-        }
-        let activated = state.lifecycle.activate(&state.registers, &self.kicks, QueuePosition::Start);
-        state.registers.set_driver_ok();
-        if activated.is_err() {
-            self.declare_broken(state);
-        }
-    }
-
-    fn reset(&self, state: &mut State) {
-        // A device that does not stop cannot be activated again. Its driver sees DEVICE_NEEDS_RESET then.
-        let _ = state.lifecycle.stop();
-        self.interrupt.clear();
-        state.registers.reset();
-        if state.presence == Presence::Gone {
-            state.presence = Presence::LetGo;
-        }
-    }
-
-    /// Sets DEVICE_NEEDS_RESET. Notifies the driver only if it has set DRIVER_OK (virtio 1.3, 2.1.2).
-    fn declare_broken(&self, state: &State) {
-        if state.registers.is_driver_ok() {
-            // The eventfd belongs to the VMM. If the write fails, there is no other way to reach the driver.
-            let _ = self.interrupt.needs_reset();
-        } else {
-            self.interrupt.set_needs_reset();
-        }
+    /// Its interrupt, with the number (GSI).
+    pub fn irqfds(&self) -> Vec<(u32, &EventFd)> {
+        self.core.interrupt().line().map(|line| (self.resources.gsi, line)).into_iter().collect()
     }
 }
 
@@ -223,17 +64,16 @@ impl BusDevice for MmioTransport {
     /// Registers are read as 32-bit words (virtio 1.3, 4.2.2.2), the device configuration space in any width.
     fn read(&self, offset: u64, data: &mut [u8]) {
         if offset >= reg::CONFIG {
-            data.fill(0);
-            lock(&self.state).lifecycle.device.read_config(offset - reg::CONFIG, data);
+            self.core.read_config(offset - reg::CONFIG, data);
         } else if let Ok(word) = <&mut [u8; 4]>::try_from(data) {
-            *word = self.read_register(offset).to_le_bytes();
+            *word = self.core.read_register(offset).to_le_bytes();
         }
     }
 
-    /// Writes to the device configuration space are ignored: no device has a writable field.
+    /// Writes to the device configuration space are ignored: no driver writes to a field that a device reads.
     fn write(&self, offset: u64, data: &[u8]) {
         if let (true, Ok(word)) = (offset < reg::CONFIG, <[u8; 4]>::try_from(data)) {
-            self.write_register(offset, u32::from_le_bytes(word));
+            self.core.write_register(offset, u32::from_le_bytes(word));
         }
     }
 }

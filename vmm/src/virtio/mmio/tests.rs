@@ -1,13 +1,16 @@
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::{
+    io,
+    sync::{
+        Mutex,
+        atomic::{AtomicU32, Ordering},
+    },
+};
 
 use serde_json::{Value, json};
 use virtio_queue::QueueT;
 use vm_memory::{Bytes, GuestAddress};
 
-use super::{
-    registers::{VIRTIO_F_EVENT_IDX, VIRTIO_F_VERSION_1},
-    *,
-};
+use super::*;
 use crate::{
     jail::ThreadRole,
     memory,
@@ -16,6 +19,7 @@ use crate::{
         Activation,
         device_threads::Job,
         event_loop::{EventError, EventHandler, Events},
+        transport::registers::{VIRTIO_F_EVENT_IDX, VIRTIO_F_VERSION_1, status},
     },
 };
 
@@ -80,6 +84,12 @@ impl VirtioDevice for Fake {
     }
 }
 
+/// Restores a device to a new transport, as a VM does.
+fn restored_from(saved: &DeviceState, transport: &MmioTransport) -> io::Result<()> {
+    saved.prepare(transport)?;
+    saved.restore(transport)
+}
+
 /// A driver of the fake device.
 struct Driver {
     transport: MmioTransport,
@@ -101,10 +111,11 @@ impl Driver {
     }
 
     fn of_device(memory: GuestMemory, fails: bool, threads: usize) -> Self {
-        let line = EventFd::new(EFD_NONBLOCK).unwrap();
         let log = Arc::new(Log::default());
         let device = Box::new(Fake { log: log.clone(), fails, threads });
-        let transport = MmioTransport::new(device, memory, line.try_clone().unwrap()).unwrap();
+        let resources = Resources { address: 0xd000_0000, gsi: 5 };
+        let transport = MmioTransport::new(device, memory, resources).unwrap();
+        let line = transport.irqfds()[0].1.try_clone().unwrap();
         Self { transport, line, log }
     }
 
@@ -193,7 +204,7 @@ fn a_well_behaved_driver_gets_its_device_started() {
     driver.write(reg::QUEUE_NOTIFY, 0);
     assert_eq!(first.kick.read().unwrap(), 1);
     driver.write(reg::QUEUE_NOTIFY, 77);
-    activation.interrupt.used().unwrap();
+    activation.interrupt.used(0).unwrap();
     assert_eq!((driver.line.read().unwrap(), driver.read(reg::INTERRUPT_STATUS)), (1, 1));
     driver.write(reg::INTERRUPT_ACK, 1);
     assert_eq!(driver.read(reg::INTERRUPT_STATUS), 0);
@@ -355,7 +366,7 @@ fn a_device_goes_on_behind_what_was_used() {
     // The state goes through the format of the file.
     let saved: DeviceState = serde_json::from_str(&serde_json::to_string(&saved).unwrap()).unwrap();
     let restored = Driver::of(memory, false);
-    saved.restore(&restored.transport).unwrap();
+    restored_from(&saved, &restored.transport).unwrap();
     assert_eq!(restored.read(reg::STATUS), 0xf);
     assert_eq!(restored.read(reg::QUEUE_READY), 1);
     assert!(restored.line.read().is_err(), "there was nothing to tell");
@@ -380,10 +391,10 @@ fn a_device_that_uses_chains_in_any_order_is_saved_when_it_has_used_all() {
 #[test]
 fn an_interrupt_that_was_not_acknowledged_comes_again() {
     let (driver, memory) = at_work();
-    driver.transport.interrupt.used().unwrap();
+    driver.transport.core().interrupt().used(0).unwrap();
     let saved = DeviceState::save(&driver.transport).unwrap();
     let restored = Driver::of(memory, false);
-    saved.restore(&restored.transport).unwrap();
+    restored_from(&saved, &restored.transport).unwrap();
     assert_eq!(restored.line.read().unwrap(), 1);
     assert_eq!(restored.read(reg::INTERRUPT_STATUS), 1);
 }
@@ -394,8 +405,8 @@ fn an_interrupt_of_a_device_that_goes_on_is_not_lost() {
     let saved = DeviceState::save(&driver.transport).unwrap();
     let restored = Driver::of(memory, false);
     // As a device does that has work before all of its state is restored.
-    restored.transport.interrupt.used().unwrap();
-    saved.restore(&restored.transport).unwrap();
+    restored.transport.core().interrupt().used(0).unwrap();
+    restored_from(&saved, &restored.transport).unwrap();
     assert_eq!((restored.line.read().unwrap(), restored.read(reg::INTERRUPT_STATUS)), (1, 1));
 }
 
@@ -422,7 +433,7 @@ fn a_device_does_not_become_another() {
     let queues = changed("/registers/queues", json!([]));
     for other in [features, kind, queues] {
         let restored = Driver::of(memory.clone(), false);
-        assert!(other.restore(&restored.transport).is_err());
+        assert!(restored_from(&other, &restored.transport).is_err());
         assert_eq!(restored.read(reg::STATUS), 0);
     }
 }
@@ -430,13 +441,13 @@ fn a_device_does_not_become_another() {
 #[test]
 fn a_device_that_was_taken_away_is_served_until_its_driver_resets_it() {
     let (driver, _) = at_work();
-    driver.transport.hide();
+    driver.transport.core().hide();
     // Who looks for a device finds none.
     assert_eq!(driver.read(reg::DEVICE_ID), 0);
-    assert!(driver.log.ended.load(Ordering::SeqCst) == 0 && !driver.transport.has_no_driver());
+    assert!(driver.log.ended.load(Ordering::SeqCst) == 0 && !driver.transport.core().has_no_driver());
     driver.write(reg::STATUS, 0);
     driver.write(reg::STATUS, 1);
-    assert!(driver.log.ended.load(Ordering::SeqCst) == 1 && driver.transport.has_no_driver());
+    assert!(driver.log.ended.load(Ordering::SeqCst) == 1 && driver.transport.core().has_no_driver());
     driver.accept(FAKE_FEATURES | VIRTIO_F_VERSION_1);
     driver.describe(0, 16, GOOD);
     assert_eq!(driver.read(reg::STATUS) & status::FEATURES_OK, 0);
@@ -449,11 +460,11 @@ fn a_device_that_was_taken_away_is_served_until_its_driver_resets_it() {
 fn a_driver_that_is_about_to_have_a_device_which_is_taken_away_is_served_too() {
     let driver = Driver::of(memory::lay_out(&[(0, 0x10000)], 0).unwrap(), false);
     driver.accept(FAKE_FEATURES | VIRTIO_F_VERSION_1);
-    driver.transport.hide();
+    driver.transport.core().hide();
     driver.describe(0, 16, GOOD);
     driver.write(reg::STATUS, 0xf);
     assert_eq!(driver.log.activations.lock().unwrap().len(), 1);
-    assert!(!driver.needs_reset() && !driver.transport.has_no_driver());
+    assert!(!driver.needs_reset() && !driver.transport.core().has_no_driver());
     driver.write(reg::STATUS, 0);
-    assert!(driver.log.ended.load(Ordering::SeqCst) == 1 && driver.transport.has_no_driver());
+    assert!(driver.log.ended.load(Ordering::SeqCst) == 1 && driver.transport.core().has_no_driver());
 }

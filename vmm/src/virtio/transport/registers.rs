@@ -1,5 +1,5 @@
-//! The registers of the MMIO transport (virtio 1.3, 4.2.2): what the driver has written to them, and which writes are
-//! legal.
+//! The registers of a device: what the driver has written to them, and which writes are legal. They have the offsets of
+//! the MMIO transport (virtio 1.3, 4.2.2). The PCI transport has the same registers at other places.
 
 use serde::{Deserialize, Serialize};
 use virtio_queue::{Queue, QueueT};
@@ -8,7 +8,7 @@ use vm_memory::{GuestAddress, GuestMemoryBackend as _};
 use crate::GuestMemory;
 
 /// Offsets of the registers (virtio 1.3, 4.2.2).
-pub(super) mod reg {
+pub(in crate::virtio) mod reg {
     pub(crate) const MAGIC: u64 = 0x000;
     pub(crate) const VERSION: u64 = 0x004;
     pub(crate) const DEVICE_ID: u64 = 0x008;
@@ -38,7 +38,7 @@ pub(super) mod reg {
 }
 
 /// Device status bits (virtio 1.3, 2.1).
-pub(super) mod status {
+pub(in crate::virtio) mod status {
     pub(crate) const ACKNOWLEDGE: u32 = 1;
     pub(crate) const DRIVER: u32 = 2;
     pub(crate) const DRIVER_OK: u32 = 4;
@@ -56,7 +56,7 @@ const TRANSPORT_VERSION: u32 = 2;
 const VENDOR: u32 = 0x484b_4c42;
 
 /// Reads a register that is the same for all devices, and where there is none. None: it is another register.
-pub(super) fn read_of_any(offset: u64) -> Option<u32> {
+pub(in crate::virtio) fn read_of_any(offset: u64) -> Option<u32> {
     match offset {
         reg::MAGIC => Some(MAGIC_VALUE),
         reg::VERSION => Some(TRANSPORT_VERSION),
@@ -65,8 +65,8 @@ pub(super) fn read_of_any(offset: u64) -> Option<u32> {
 }
 
 /// Feature bits (virtio 1.3, 6).
-pub(super) const VIRTIO_F_EVENT_IDX: u64 = 1 << 29;
-pub(super) const VIRTIO_F_VERSION_1: u64 = 1 << 32;
+pub(in crate::virtio) const VIRTIO_F_EVENT_IDX: u64 = 1 << 29;
+pub(in crate::virtio) const VIRTIO_F_VERSION_1: u64 = 1 << 32;
 
 /// The values that the driver has written.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
@@ -129,6 +129,11 @@ impl Registers {
         self.driver_features
     }
 
+    /// Whether a driver uses the device, or sets it up.
+    pub(super) fn has_driver(&self) -> bool {
+        self.status & status::DRIVER != 0
+    }
+
     /// Whether the driver has set DRIVER_OK.
     pub(crate) fn is_driver_ok(&self) -> bool {
         self.status & status::DRIVER_OK != 0
@@ -160,6 +165,29 @@ impl Registers {
             reg::QUEUE_READY => queue.is_some_and(|queue| queue.ready).into(),
             // The length and base of a shared memory region that does not exist are -1.
             reg::SHM_LEN_LOW..=reg::SHM_BASE_HIGH => u32::MAX,
+            _ => 0,
+        }
+    }
+
+    /// The driver's own value of a register. The MMIO transport does not show it.
+    pub(in crate::virtio) fn written(&self, offset: u64) -> u32 {
+        let queue = self.queues.get(self.queue_sel as usize).copied().unwrap_or_default();
+        match offset {
+            reg::DEVICE_FEATURES_SEL => self.device_features_sel,
+            reg::DRIVER_FEATURES_SEL => self.driver_features_sel,
+            reg::DRIVER_FEATURES => match self.driver_features_sel {
+                0 => self.driver_features as u32,
+                1 => (self.driver_features >> 32) as u32,
+                _ => 0,
+            },
+            reg::QUEUE_SEL => self.queue_sel,
+            reg::QUEUE_SIZE => queue.size,
+            reg::QUEUE_DESC_LOW => queue.desc as u32,
+            reg::QUEUE_DESC_HIGH => (queue.desc >> 32) as u32,
+            reg::QUEUE_DRIVER_LOW => queue.driver as u32,
+            reg::QUEUE_DRIVER_HIGH => (queue.driver >> 32) as u32,
+            reg::QUEUE_DEVICE_LOW => queue.device as u32,
+            reg::QUEUE_DEVICE_HIGH => (queue.device >> 32) as u32,
             _ => 0,
         }
     }
@@ -253,8 +281,9 @@ impl Registers {
 }
 
 impl QueueRegisters {
+    /// A driver need not write the size: it is the largest one until then (virtio 1.3, 4.1.5.1.3).
     fn new(max_size: u16) -> Self {
-        Self { max_size, ..Self::default() }
+        Self { max_size, size: max_size.into(), ..Self::default() }
     }
 
     /// The queue for the device. A queue that the driver has not enabled is not `ready()`.

@@ -1,4 +1,4 @@
-//! The lifecycle of a device behind the MMIO transport: it is activated, stopped and activated again.
+//! The lifecycle of a device behind a transport: it is activated, stopped and activated again.
 
 use std::{
     io,
@@ -71,7 +71,7 @@ impl Lifecycle {
     ) -> io::Result<Activation> {
         let features = registers.driver_features();
         let mut queues = Vec::with_capacity(registers.queues().len());
-        for (registers, kick) in registers.queues().iter().zip(kicks) {
+        for (index, (registers, kick)) in registers.queues().iter().zip(kicks).enumerate() {
             let mut queue = registers.queue(&self.memory).map_err(io::Error::other)?;
             queue.set_event_idx(features & VIRTIO_F_EVENT_IDX != 0);
             if position == QueuePosition::AfterUsed && queue.ready() {
@@ -82,7 +82,7 @@ impl Lifecycle {
                 queue.set_next_avail(used);
                 queue.set_next_used(used);
             }
-            queues.push(ActiveQueue { queue, kick: kick.try_clone()? });
+            queues.push(ActiveQueue { queue, kick: kick.try_clone()?, index });
         }
         Ok(Activation {
             memory: self.memory.clone(),
