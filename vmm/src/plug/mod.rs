@@ -1,6 +1,6 @@
 //! Connects virtio devices with KVM: those that a VM is built with, and those that are attached while it runs.
 
-use std::{collections::VecDeque, io, sync::Arc};
+use std::{io, sync::Arc};
 
 use bulkhead_vmm_api::{BlockCounts, Transport as Kind};
 use kvm_ioctls::{IoEventAddress, NoDatamatch, VmFd};
@@ -126,8 +126,8 @@ pub struct DeviceSlots {
     pub net: NetThread,
     /// That of block devices.
     pub block: BlockThread,
-    /// The slots that are free. The first one is the next, so each rests for as long as there are others.
-    free: VecDeque<Arc<Slot>>,
+    /// The slots that are free. The last one is the next.
+    free: Vec<Arc<Slot>>,
     /// The block devices.
     disks: Vec<AttachedDisk>,
     /// What the guest has requested of those that were taken away.
@@ -145,12 +145,13 @@ struct AttachedDisk {
 
 impl DeviceSlots {
     /// All `slots` are free.
-    pub fn new(plug: Plug, net: NetThread, block: BlockThread, slots: Vec<Arc<Slot>>) -> Self {
+    pub fn new(plug: Plug, net: NetThread, block: BlockThread, mut slots: Vec<Arc<Slot>>) -> Self {
+        slots.reverse();
         Self {
             plug,
             net,
             block,
-            free: slots.into(),
+            free: slots,
             disks: Vec::new(),
             gone_counts: BlockCounts::default(),
             gone: Vec::new(),
@@ -199,7 +200,7 @@ impl DeviceSlots {
             };
             // A slot of which KVM still knows is not used again.
             if self.plug.disconnect(slot, &*device).is_ok() {
-                self.free.push_back(slot.clone());
+                self.free.push(slot.clone());
             }
             false
         });
@@ -208,7 +209,7 @@ impl DeviceSlots {
     fn attach(&mut self, device: Box<dyn VirtioDevice>) -> Result<Arc<Slot>, PlugError> {
         self.free_gone();
         // If this fails, KVM may know of a part of it. So the slot is not used again.
-        let slot = self.free.pop_front().ok_or(PlugError::Full)?;
+        let slot = self.free.pop().ok_or(PlugError::Full)?;
         self.plug.connect(&slot, device)?;
         Ok(slot)
     }
