@@ -241,7 +241,7 @@ impl CreatePlan {
             Role::Single | Role::Member { .. } => (None, None),
         };
         let options = options(creation)?;
-        check_io_owner(options.io_owner, &document)?;
+        check_io_owner(options.io_owner, linux)?;
         let joined = container_role::joined(&role, creation.id(), &linux.namespaces)?;
         let (root, binds) = match (&role, creation) {
             (Role::Sandbox, _) | (_, CreateRequest::Sandbox { .. }) => (Root::default(), Binds::default()),
@@ -315,14 +315,10 @@ fn options(creation: &CreateRequest) -> Result<Options, RequestError> {
 
 /// Refuses another owner of the container's streams than the root of its user namespace. The guest's streams belong to
 /// the user of the process, as if that root had given them away.
-fn check_io_owner((user, group): (u32, u32), document: &Value) -> Result<(), RequestError> {
-    let root = |field: &str| {
-        let ranges = document.pointer(field).and_then(Value::as_array);
-        let range = ranges.into_iter().flatten().find(|range| range["containerID"] == 0)?;
-        range["hostID"].as_u64()
-    };
-    for (name, id, field) in [("IoUid", user, "/linux/uidMappings"), ("IoGid", group, "/linux/gidMappings")] {
-        if id != 0 && root(field) != Some(id.into()) {
+fn check_io_owner((user, group): (u32, u32), linux: &Linux) -> Result<(), RequestError> {
+    let (root_user, root_group) = linux.root();
+    for (name, id, root) in [("IoUid", user, root_user), ("IoGid", group, root_group)] {
+        if id != 0 && root != Some(id) {
             return Err(unimplemented(
                 format!("the options of the runtime: {name} {id}"),
                 ", which is not root in the container's user namespace",
@@ -665,10 +661,13 @@ mod tests {
         // IoUid 1000.
         let error = read(b"\x20\xe8\x07").unwrap_err().to_string();
         assert!(error.contains("IoUid 1000"), "{error}");
-        let mut mapped = json!({"linux": {"uidMappings": [{"containerID": 0, "hostID": 1000, "size": 9}]}});
-        assert!(check_io_owner((1000, 0), &mapped).is_ok());
-        mapped["linux"]["uidMappings"][0]["containerID"] = 1.into();
-        assert!(check_io_owner((1000, 0), &mapped).is_err());
+        let mut mapped = json!({"uidMappings": [{"containerID": 0, "hostID": 1000, "size": 9}]});
+        let check = |mapped: &Value| check_io_owner((1000, 0), &Linux::deserialize(mapped).unwrap());
+        assert!(check(&mapped).is_ok());
+        mapped["uidMappings"][0]["containerID"] = 1.into();
+        assert!(check(&mapped).is_err());
+        // As Go writes a list that is nil.
+        assert!(check(&json!({"uidMappings": null})).is_err());
     }
 
     fn error_of(path: &str, value: Value) -> String {

@@ -1,17 +1,18 @@
-//! The ids of an id-mapped root. containerd's snapshotters give them in the options of the root's mount (`uidmap=` and
-//! `gidmap=`), which are containerd's own, and not those of a file system.
+//! The ids of a user namespace, and those of an id-mapped root. containerd's snapshotters give those of a root in the
+//! options of its mount (`uidmap=` and `gidmap=`), which are containerd's own, and not those of a file system.
 
 use serde::{Deserialize, Serialize};
 
 use super::request_error::{RequestError, invalid};
 
 /// Ids that follow one another, named as in the runtime-spec.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
 pub(crate) struct IdRange {
-    /// The first one on the file system.
+    /// The first one in the container, or on the file system.
     #[serde(rename = "containerID")]
     container_id: u32,
-    /// The first one where it is mounted.
+    /// The first one on the host, or where the file system is mounted.
     #[serde(rename = "hostID")]
     host_id: u32,
     size: u32,
@@ -58,11 +59,13 @@ impl IdMappings {
 
     /// The user and the group that root is where the root is mounted.
     pub(crate) fn root(&self) -> Option<(u32, u32)> {
-        let root = |ranges: &[IdRange]| {
-            ranges.iter().find(|range| range.container_id == 0 && range.size > 0).map(|range| range.host_id)
-        };
-        Some((root(&self.users)?, root(&self.groups)?))
+        Some((root_of(&self.users)?, root_of(&self.groups)?))
     }
+}
+
+/// What 0 is where the ids are mapped to.
+pub(crate) fn root_of(ranges: &[IdRange]) -> Option<u32> {
+    ranges.iter().find(|range| range.container_id == 0 && range.size > 0).map(|range| range.host_id)
 }
 
 fn parse(range: &str) -> Option<IdRange> {

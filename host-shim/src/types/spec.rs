@@ -16,7 +16,7 @@ use serde_json::Value;
 
 use crate::types::{
     block_io::BlockIo,
-    id_mappings::{IdMappings, IdRange},
+    id_mappings::{IdMappings, IdRange, root_of},
 };
 
 /// Changes a JSON document, of which the types here have only a part of the fields.
@@ -64,10 +64,8 @@ pub(crate) struct Process {
 pub(crate) struct Linux {
     #[serde(default)]
     pub(crate) namespaces: Vec<LinuxNamespace>,
-    #[serde(default)]
-    uid_mappings: Vec<IdRange>,
-    #[serde(default)]
-    gid_mappings: Vec<IdRange>,
+    uid_mappings: Option<Vec<IdRange>>,
+    gid_mappings: Option<Vec<IdRange>>,
     #[serde(default)]
     pub(crate) cgroups_path: PathBuf,
     #[serde(default)]
@@ -78,8 +76,15 @@ pub(crate) struct Linux {
 impl Linux {
     /// The ids of the container's user namespace, if it has one.
     pub(crate) fn ids(&self) -> Option<IdMappings> {
-        let (users, groups) = (self.uid_mappings.clone(), self.gid_mappings.clone());
+        let ids = |ranges: &Option<Vec<IdRange>>| ranges.clone().unwrap_or_default();
+        let (users, groups) = (ids(&self.uid_mappings), ids(&self.gid_mappings));
         (!users.is_empty()).then_some(IdMappings { users, groups })
+    }
+
+    /// The user and the group that root is on the host, if its namespace says so.
+    pub(crate) fn root(&self) -> (Option<u32>, Option<u32>) {
+        let root = |ranges: &Option<Vec<IdRange>>| root_of(ranges.as_deref()?);
+        (root(&self.uid_mappings), root(&self.gid_mappings))
     }
 }
 

@@ -112,14 +112,14 @@ impl Confinements {
 
     /// The one of a container in which a process may have this user and this group, if there is one.
     pub(super) fn of(&self, uid: u32, gid: u32) -> io::Result<Arc<Confinement>> {
-        let mut all: Vec<_> = lock(&self.0).iter().filter_map(Weak::upgrade).collect();
+        let all: Vec<_> = lock(&self.0).iter().filter_map(Weak::upgrade).collect();
         if all.iter().any(|other| other.profile != all[0].profile) {
             let reason =
                 "the containers of the pod that mount its directory have different AppArmor profiles";
             return Err(io::Error::new(ErrorKind::Unsupported, reason));
         }
-        let able = all.iter().position(|confinement| confinement.allows(uid, gid)).unwrap_or(0);
-        all.drain(..).nth(able).ok_or_else(|| ErrorKind::NotConnected.into())
+        let able = all.iter().find(|confinement| confinement.allows(uid, gid)).or(all.first());
+        able.cloned().ok_or_else(|| ErrorKind::NotConnected.into())
     }
 }
 
