@@ -52,8 +52,8 @@ const OWN_FILES: [(&str, &str); 2] = [
 pub(crate) struct Options {
     #[command(flatten)]
     containerd: ContainerdConfig,
-    /// Restarts containerd, or k3s or RKE2, so that it reads its configuration. Running containers are
-    /// not interrupted.
+    /// Restarts containerd, or k3s or RKE2, so that it reads its configuration. Running containers are not
+    /// interrupted.
     #[arg(long)]
     restart: bool,
     /// Acts on the host whose root directory is here, such as that of an image. Its containerd is not executed.

@@ -102,8 +102,8 @@ impl Router for KvmRoutes {
 struct Pace(Mutex<Instant>);
 
 impl Pace {
-    /// Waits for a turn. The thread of a vCPU has one for each exit at most, so it waits for no more than one turn of
-    /// each of the others, twice: here, and for who routes before it.
+    /// Waits for a turn. The thread of a vCPU takes one for each exit at most. So here it waits for one turn of each
+    /// other vCPU at most, and once more as long if others of the same function come first ([`Messages`]).
     fn wait(&self) {
         let now = Instant::now();
         let turn = now + self.reserve(now);

@@ -298,9 +298,8 @@ impl Messages {
     pub(crate) fn write_table(&self, offset: u64, data: &[u8]) {
         let Some((entry, first)) = self.place(offset, data.len()) else { return };
         entry.change(|state| {
-            for (index, bytes) in (first..).zip(data.chunks_exact(4)) {
-                let value = bytes.iter().rev().fold(0, |value, byte| value << 8 | u32::from(*byte));
-                state.words.set(index, value);
+            for (index, bytes) in (first..).zip(data.as_chunks().0) {
+                state.words.set(index, u32::from_le_bytes(*bytes));
             }
         });
         if first + data.len() / 4 > CONTROL {

@@ -196,7 +196,7 @@ impl Server {
         let dir = self.path(parent)?;
         let room = self.tables().handles.make_room();
         if let Err(error) = room {
-            // The guest has not looked the name up, if it creates a file or nothing.
+            // With O_EXCL the guest has not looked the name up.
             let is_taken = create.flags & OFlags::EXCL.bits() != 0 && stat_at(&*dir, name).is_ok();
             return Err(if is_taken { Errno::EXIST } else { error });
         }

@@ -284,7 +284,7 @@ fn what_is_open_takes_a_bounded_number_of_descriptors_and_can_be_read() {
     assert!(guest.descriptors() < 20, "{}", guest.descriptors());
     let (node, _) = open[0];
     assert_eq!(guest.open(node, libc::O_RDONLY), Err(-libc::ENFILE));
-    // The guest does not look a name up before it creates a file or nothing.
+    // With O_EXCL the guest has not looked the name up.
     let new = libc::O_RDWR | libc::O_CREAT | libc::O_EXCL;
     for (name, error) in [("0", libc::EEXIST), ("new", libc::ENFILE)] {
         assert_eq!(create(&mut guest, 0, name, new, 0o600), Err(-error), "{name}");
