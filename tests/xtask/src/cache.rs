@@ -94,6 +94,12 @@ impl Cache {
         Ok(path)
     }
 
+    /// Returns the path of the entry `name` made from the inputs of `key`, if it is there.
+    pub(crate) fn existing(&self, name: &str, key: &Key) -> Result<Option<PathBuf>> {
+        let path = self.path(name, key);
+        Ok(mark_used(&path)?.then_some(path))
+    }
+
     /// Removes an entry that turned out to be unusable, for all users of the cache. The reason is kept in the logs.
     ///
     /// Processes that have its files open keep them. Another run may be about to open them, and must not get some old

@@ -3,6 +3,8 @@
 
 use std::fs;
 use std::io::{self, Write as _};
+use std::panic::resume_unwind;
+use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::{Context, Result, ensure};
@@ -13,7 +15,7 @@ use crate::dist::{self, Profile, source_dir};
 use crate::kernel;
 use crate::oci::IMAGE;
 use crate::page::day;
-use crate::phases::Phases;
+use crate::phases::{Phases, timed};
 use crate::progress::step;
 use crate::recording::{PROMPT, Recording};
 use crate::rig::{Accelerator, Io, Limit, Payload, Rig, Session};
@@ -83,11 +85,21 @@ fn show(cache: &Cache, arguments: &DemoArguments, phases: &mut Phases) -> Result
     // Programs that take long to build are smaller. Only one demo shows a size.
     let profile = if matches!(arguments.what, Demo::Density) { Profile::Shipped } else { Profile::Quick };
     let tools = &phases.time("the tool root: QEMU, kernel source, compiler", || Tools::ensure(cache))?;
-    // What builds the programs takes it from the cache.
-    phases.time("the guest kernel", || kernel::build(cache, tools))?;
-    let programs = || Payload::new(cache, &[dist::build(cache, tools, profile)?.put()]);
+    let build_kernel = || match arguments.what {
+        // It is what people see first, and needs none of the modules, which take as long as the rest of the kernel.
+        Demo::Container => kernel::build_without_modules(cache, tools),
+        Demo::Pod | Demo::Hostile | Demo::Density => kernel::build(cache, tools),
+    };
+    let (kernel, (rig, host_took)) = thread::scope(|scope| {
+        // Most of it is one thread of an emulator.
+        let rig = scope.spawn(|| timed(|| Rig::ensure(cache, tools)));
+        let kernel = phases.time("the guest kernel", build_kernel);
+        (kernel, rig.join().unwrap_or_else(|panic| resume_unwind(panic)))
+    });
+    phases.add("meanwhile, the host: its disk and its first boot", host_took);
+    let (kernel, rig) = (kernel?, rig?);
+    let programs = || Payload::new(cache, &[dist::build_around(kernel, tools, profile)?.put()]);
     let payload = phases.time("the programs of Bulkhead and of the tests", programs)?;
-    let rig = phases.time("the host: its disk and its first boot", || Rig::ensure(cache, tools))?;
     let session = phases.time("starting the host", || step("starting the host", || rig.start(&payload)))?;
     let mut stage = Stage { session, recording: Recording::begin() };
     stage.say(&format!("The host of this demo is {}.\n", Accelerator::describe()));

@@ -13,7 +13,7 @@ use crate::kernel::{self, Kernel};
 use crate::places;
 use crate::rig::Put;
 use crate::tools::Tools;
-use crate::{initramfs, oci};
+use crate::{initramfs, oci, progress};
 
 pub(crate) const TARGET: &str = "x86_64-unknown-linux-gnu";
 
@@ -101,7 +101,11 @@ impl Dist {
 
 /// Builds all parts.
 pub(crate) fn build(cache: &Cache, tools: &Tools, profile: Profile) -> Result<Dist> {
-    let kernel = kernel::build(cache, tools)?;
+    build_around(kernel::build(cache, tools)?, tools, profile)
+}
+
+/// Builds all other parts.
+pub(crate) fn build_around(kernel: Kernel, tools: &Tools, profile: Profile) -> Result<Dist> {
     let packages = [&SHIPPED[..], &["bulkhead-e2e"]].concat();
     let root = target_dir().join("dist");
     fs::create_dir_all(target_dir()).context("cannot make the target directory")?;
@@ -124,7 +128,8 @@ pub(crate) fn build(cache: &Cache, tools: &Tools, profile: Profile) -> Result<Di
     build_sample(&root.join(TESTS).join("sample-test"))?;
     let read = |path: &Path| fs::read(path).with_context(|| format!("cannot read {}", path.display()));
     let agent = initramfs::archive(&read(&built.join("bulkhead-agent"))?)?;
-    write(&root.join(LIB).join("initramfs.cpio"), &[agent, read(&kernel.modules)?].concat())?;
+    let modules = kernel.modules.as_deref().map_or_else(|| Ok(Vec::new()), read)?;
+    write(&root.join(LIB).join("initramfs.cpio"), &[agent, modules].concat())?;
     // The tests' own program plays the agent of a hostile guest.
     let hostile = initramfs::archive(&read(&built.join("bulkhead-e2e"))?)?;
     write(&root.join(TESTS).join("hostile-agent.cpio"), &hostile)?;
@@ -193,7 +198,8 @@ fn cargo_build(packages: &[&str], profile: Profile, flags: Vec<OsString>) -> Res
     let flags = ["-C", "target-feature=+crt-static"].map(OsString::from).into_iter().chain(flags);
     // With this separator, a path in a flag may have a space.
     cargo.env("CARGO_ENCODED_RUSTFLAGS", flags.collect::<Vec<_>>().join(OsStr::new("\u{1f}")));
-    let status = cargo.status().context("cannot run cargo")?;
+    // A bar may be shown meanwhile.
+    let status = progress::run_said(&mut cargo).context("cannot run cargo")?;
     if !status.success() {
         bail!("cargo could not build {}", packages.join(", "));
     }

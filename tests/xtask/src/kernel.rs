@@ -38,11 +38,21 @@ const STRIP_ARGS: &[&str] = &["--strip-all", "-o", "vmlinux", "build/vmlinux"];
 const INSTALL_ARGS: &[&str] =
     &["modules_install", "INSTALL_MOD_PATH=/work/installed", "INSTALL_MOD_STRIP=--strip-unneeded"];
 
-/// How a kernel is configured.
+/// What was compiled of a kernel whose modules are still to be built: a directory of the cache.
+const TREE: &str = "kernel-tree";
+/// The digest of what that kernel is built from: a file there.
+const TREE_KEY: &str = "key";
+/// The unpacked source and what is compiled from it: directories there, and where a kernel is built.
+const SOURCE_TREE: &str = "source";
+const BUILD_TREE: &str = "build";
+
+/// How a kernel is configured, and what of it is built.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Base {
     /// The guests' kernel: from nothing but the fragments, with modules.
     Nothing,
+    /// The same kernel, whose modules are not built yet.
+    WithoutModules,
     /// The kernel that the benchmark compares it with: Linux's own default for a guest, without what is in
     /// `kernel-config/ordinary`, and with the fragments, without modules.
     Ordinary,
@@ -53,8 +63,9 @@ enum Base {
 pub(crate) struct Kernel {
     /// An uncompressed ELF `vmlinux`; `config` and `System.map` are beside it.
     pub(crate) path: PathBuf,
-    /// An archive of its modules, to be added to an initramfs. The ordinary kernel has none.
-    pub(crate) modules: PathBuf,
+    /// An archive of its modules, to be added to an initramfs. The ordinary kernel has none, and a guest kernel's may not
+    /// be built yet.
+    pub(crate) modules: Option<PathBuf>,
     /// Options that are `y` or `m`.
     pub(crate) options: usize,
     /// What it was built from.
@@ -91,6 +102,12 @@ pub(crate) fn build(cache: &Cache, tools: &Tools) -> Result<Kernel> {
     Base::Nothing.build(cache, tools)
 }
 
+/// Builds the guest kernel without its modules if it is not in the cache: about half of the time. [`build`] goes on from
+/// there.
+pub(crate) fn build_without_modules(cache: &Cache, tools: &Tools) -> Result<Kernel> {
+    Base::WithoutModules.build(cache, tools)
+}
+
 /// Builds the kernel that the benchmark compares it with if it is not in the cache: about ten minutes.
 pub(crate) fn build_ordinary(cache: &Cache, tools: &Tools) -> Result<Kernel> {
     Base::Ordinary.build(cache, tools)
@@ -107,6 +124,7 @@ impl Base {
     fn entry(self) -> &'static str {
         match self {
             Base::Nothing => "kernel",
+            Base::WithoutModules => "kernel-without-modules",
             Base::Ordinary => "ordinary-kernel",
         }
     }
@@ -114,7 +132,7 @@ impl Base {
     fn options(self) -> Result<Options> {
         let directory = Path::new(CONFIG_DIR);
         let mut options = Options::default();
-        if self == Base::Nothing {
+        if self != Base::Ordinary {
             options.read(&directory.join("fragments"))?;
             options.read(&directory.join("modules"))?;
             return Ok(options);
@@ -131,7 +149,7 @@ impl Base {
     /// The kernel that ours is compared with is as Linux has it.
     fn patches(self) -> Result<Patches> {
         match self {
-            Base::Nothing => Patches::read(&Path::new(CONFIG_DIR).join("patches")),
+            Base::Nothing | Base::WithoutModules => Patches::read(&Path::new(CONFIG_DIR).join("patches")),
             Base::Ordinary => Ok(Patches::default()),
         }
     }
@@ -161,32 +179,42 @@ impl Base {
             // new version of one is not worth a build.
             .bytes(output(tools.command(cache.dir(), "gcc").arg("--version"))?)
             .bytes(output(tools.command(cache.dir(), "ld").arg("--version"))?);
+        if self == Base::WithoutModules
+            && let Some(whole) = cache.existing(Base::Nothing.entry(), &key)?
+        {
+            return Kernel::in_cache(&whole, built_from);
+        }
         let name = self.entry();
         let dir = cache.entry(name, &key, |work| {
-            fs::create_dir_all(work.join("build"))
-                .with_context(|| format!("cannot make {}", work.display()))?;
-            step(&format!("unpacking the {name}'s source"), || {
-                if pinned {
-                    source.check(tools, work)?;
-                }
-                source.unpack(cache, tools, work)?;
-                patches.apply(&work.join("source"))
-            })?;
-            counted_step(&format!("building the {name}, 10 to 20 minutes"), |bar| {
+            fs::create_dir_all(work).with_context(|| format!("cannot make {}", work.display()))?;
+            let goes_on = self == Base::Nothing && take_tree(cache, &key, work)?;
+            if !goes_on {
+                fs::create_dir(work.join("build")).context("cannot make the kernel's build directory")?;
+                step(&format!("unpacking the {name}'s source"), || {
+                    if pinned {
+                        source.check(tools, work)?;
+                    }
+                    source.unpack(cache, tools, work)?;
+                    patches.apply(&work.join("source"))
+                })?;
+            }
+            let about =
+                if goes_on || self == Base::WithoutModules { "5 to 10 minutes" } else { "10 to 20 minutes" };
+            counted_step(&format!("building the {name}, {about}"), |bar| {
                 self.compile(cache, tools, work, &options, bar)
             })?;
+            if self == Base::WithoutModules {
+                keep_tree(cache, &key, work)?;
+            }
             // What is left of 2 GB are four files. The key that has signed the modules is not among them.
-            ["source", "build", "installed", "fragments.config"]
+            [SOURCE_TREE, BUILD_TREE, "installed", "fragments.config"]
                 .iter()
                 .try_for_each(|name| crate::cache::remove(&work.join(name)))
         })?;
-        let config = fs::read_to_string(dir.join("config")).context("cannot read the kernel's config")?;
-        let options = config.lines().filter(|line| line.ends_with("=y") || line.ends_with("=m")).count();
-        let (path, modules) = (dir.join("vmlinux"), dir.join("modules.cpio"));
-        Ok(Kernel { path, modules, options, source: built_from })
+        Kernel::in_cache(&dir, built_from)
     }
 
-    /// Configures and compiles the tree in `work`.
+    /// Configures and compiles the tree in `work`. Only modules may be missing.
     fn compile(self, cache: &Cache, tools: &Tools, work: &Path, options: &Options, bar: &Bar) -> Result<()> {
         let make = |target: &[&str], log: &str| {
             let mut command = tools.command(work, "make");
@@ -196,10 +224,11 @@ impl Base {
             let record = cache.dir().join(format!("lines-of-{name}"));
             run_counted(command.args(MAKE_ARGS).args(target), &cache.log(&name), &record, bar)
         };
-        let config = work.join("build/.config");
+        let (config, goes_on) = (work.join("build/.config"), work.join("build/vmlinux").exists());
         fs::write(work.join("fragments.config"), options.to_config()).context("cannot write the options")?;
         match self {
-            Base::Nothing => make(&["allnoconfig"], "config")?,
+            // It writes the same file again, so nothing is compiled twice.
+            Base::Nothing | Base::WithoutModules => make(&["allnoconfig"], "config")?,
             Base::Ordinary => {
                 make(&["x86_64_defconfig", "kvm_guest.config"], "defconfig")?;
                 let mut file = File::options().append(true).open(&config).context("there is no .config")?;
@@ -212,22 +241,61 @@ impl Base {
             .context("the kernel's configuration is not what the fragments ask for")?;
         let jobs = std::thread::available_parallelism().map_or(1, usize::from);
         let jobs = format!("-j{jobs}");
+        // The bar compares a log with the one before, so the rest of a build has its own.
+        let log = if goes_on { "rest" } else { "build" };
         match self {
             Base::Nothing => {
-                make(&[&jobs, "vmlinux", "modules"], "build")?;
+                make(&[&jobs, "vmlinux", "modules"], log)?;
                 make(&[&[jobs.as_str()], INSTALL_ARGS].concat(), "modules")?;
                 let archive = kernel_modules::archive(&work.join("installed"))?;
                 fs::write(work.join("modules.cpio"), archive).context("cannot write the modules")?;
             }
-            Base::Ordinary => make(&[&jobs, "vmlinux"], "build")?,
+            Base::WithoutModules | Base::Ordinary => make(&[&jobs, "vmlinux"], "build")?,
         }
         run_logged(tools.command(work, "strip").args(STRIP_ARGS), &cache.log("kernel-strip"))?;
         for (from, to) in [("build/.config", "config"), ("build/System.map", "System.map")] {
-            fs::rename(work.join(from), work.join(to))
+            fs::copy(work.join(from), work.join(to))
                 .with_context(|| format!("cannot keep the kernel's {to}"))?;
         }
         Ok(())
     }
+}
+
+impl Kernel {
+    /// The kernel in a directory of the cache.
+    fn in_cache(dir: &Path, source: Source) -> Result<Kernel> {
+        let config = fs::read_to_string(dir.join("config")).context("cannot read the kernel's config")?;
+        let options = config.lines().filter(|line| line.ends_with("=y") || line.ends_with("=m")).count();
+        let modules = Some(dir.join("modules.cpio")).filter(|path| path.exists());
+        Ok(Kernel { path: dir.join("vmlinux"), modules, options, source })
+    }
+}
+
+/// Keeps what was compiled of a kernel without modules, so that its modules need no second compilation of the rest. It
+/// takes the place of another kernel's.
+fn keep_tree(cache: &Cache, key: &Key, work: &Path) -> Result<()> {
+    let (tree, partial) = (cache.dir().join(TREE), work.join(TREE));
+    fs::create_dir(&partial).context("cannot make the directory of a kernel's tree")?;
+    for name in [SOURCE_TREE, BUILD_TREE] {
+        fs::rename(work.join(name), partial.join(name)).context("cannot keep a kernel's tree")?;
+    }
+    fs::write(partial.join(TREE_KEY), key.hex()).context("cannot say of which kernel the tree is")?;
+    crate::cache::remove(&tree)?;
+    fs::rename(&partial, &tree).with_context(|| format!("cannot make {}", tree.display()))
+}
+
+/// Moves the tree that was kept of this kernel to `work`. False: there is none.
+fn take_tree(cache: &Cache, key: &Key, work: &Path) -> Result<bool> {
+    let (tree, taken) = (cache.dir().join(TREE), work.join(TREE));
+    if fs::read_to_string(tree.join(TREE_KEY)).ok() != Some(key.hex()) {
+        return Ok(false);
+    }
+    fs::rename(&tree, &taken).with_context(|| format!("cannot take {}", tree.display()))?;
+    for name in [SOURCE_TREE, BUILD_TREE] {
+        fs::rename(taken.join(name), work.join(name)).context("a kernel's tree is not whole")?;
+    }
+    crate::cache::remove(&taken)?;
+    Ok(true)
 }
 
 impl Source {

@@ -10,9 +10,8 @@ pub(crate) struct Phases(Vec<(String, Duration)>);
 impl Phases {
     /// Adds what this takes.
     pub(crate) fn time<T>(&mut self, what: &str, phase: impl FnOnce() -> T) -> T {
-        let started = Instant::now();
-        let result = phase();
-        self.add(what, started.elapsed());
+        let (result, took) = timed(phase);
+        self.add(what, took);
         result
     }
 
@@ -20,6 +19,13 @@ impl Phases {
     pub(crate) fn add(&mut self, what: &str, took: Duration) {
         self.0.push((what.to_owned(), took));
     }
+}
+
+/// What a part gives, and how long it took.
+pub(crate) fn timed<T>(phase: impl FnOnce() -> T) -> (T, Duration) {
+    let started = Instant::now();
+    let result = phase();
+    (result, started.elapsed())
 }
 
 impl fmt::Display for Phases {
