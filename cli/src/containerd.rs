@@ -14,6 +14,11 @@ use crate::{command_output, containerd_log::Log};
 /// The configuration that containerd reads if it is not told another one.
 pub(crate) const CONFIG: &str = "/etc/containerd/config.toml";
 
+/// The directory of containerd 2 for files that are imported, and that of k3s and RKE2, beside the configuration that
+/// they generate.
+pub(crate) const IMPORTED: &str = "/etc/containerd/conf.d";
+const IMPORTED_BY_GENERATED: &str = "config-v3.toml.d";
+
 /// Where `bulkhead install` records which configuration it was told, in one line. Removing the package tells none.
 pub(crate) const RECORD: &str = "/etc/bulkhead/containerd-config";
 
@@ -118,6 +123,24 @@ impl Containerd {
             Owner::K3s => Some("k3s"),
             Owner::Rke2 => Some("RKE2"),
         }
+    }
+
+    /// The directory of files that it imports.
+    pub(crate) fn imported(&self) -> PathBuf {
+        match self.generator() {
+            None => IMPORTED.into(),
+            Some(_) => self.config.with_file_name(IMPORTED_BY_GENERATED),
+        }
+    }
+
+    /// The files of its configuration that are there: its own, and those in the directory that it imports.
+    pub(crate) fn files(&self, root: &Path) -> Vec<PathBuf> {
+        let at = |path: &Path| root.join(path.strip_prefix("/").unwrap_or(path));
+        let imported = fs::read_dir(at(&self.imported())).into_iter().flatten().flatten();
+        let imported = imported.map(|entry| entry.path());
+        let is_read = |path: &PathBuf| path.extension().is_some_and(|extension| extension == "toml");
+        let main = Some(at(&self.config)).filter(|path| path.is_file());
+        main.into_iter().chain(imported.filter(is_read)).collect()
     }
 
     /// Its program.

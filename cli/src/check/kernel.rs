@@ -15,10 +15,15 @@ const MORE: [&str; 5] = ["nf_tables", "nft_chain_nat", "nft_redir", "cls_flower"
 /// The controllers of cgroups by which the host limits a pod.
 const CONTROLLERS: [&str; 4] = ["cpu", "cpuset", "memory", "pids"];
 
-/// Whether KVM can run a VM, by the code of the VMM.
+/// Whether KVM can run a VM, by the code of the VMM. It makes one, which another hypervisor may prevent.
 pub(super) fn kvm(root: &Path) -> Finding {
-    match kvm::open() {
-        Ok(_) => {
+    match kvm::open().map(|kvm| kvm.create_vm()) {
+        Ok(Err(error)) => Finding::fail(
+            "KVM",
+            format!("cannot make a VM: {error}"),
+            "end other hypervisors, such as VirtualBox or VMware; look at `dmesg | grep -i kvm`",
+        ),
+        Ok(Ok(_)) => {
             let modules = ["kvm_intel", "kvm_amd"];
             let module = modules.into_iter().find(|name| root.join("sys/module").join(name).exists());
             Finding::ok(

@@ -1,6 +1,10 @@
 //! What is installed on the host: containerd, its configuration, and the parts of Bulkhead.
 
-use std::{io, path::Path};
+use std::{
+    io,
+    os::unix::net::UnixStream,
+    path::{Path, PathBuf},
+};
 
 use bulkhead_host_shim::operator::{Config, VERSION, chain, one_line};
 
@@ -79,17 +83,35 @@ pub(super) fn pasta(pasta: io::Result<Pasta>) -> Finding {
     }
 }
 
-/// Whether containerd runs.
+/// Whether containerd runs, with the configuration that the files have now.
 pub(super) fn socket(root: &Path, containerd: &Containerd) -> Finding {
-    let socket = containerd.socket();
-    match root.join(socket.trim_start_matches('/')).exists() {
-        true => Finding::ok("containerd's socket", socket),
-        false => {
+    let (check, socket) = ("containerd's socket", containerd.socket());
+    let path = root.join(socket.trim_start_matches('/'));
+    let start = |found: String| {
+        let units = containerd.units().join(" or ");
+        let remedy = format!("run `systemctl start` for {units}, unless containerd has another socket");
+        Finding::warn(check, found, remedy)
+    };
+    // A containerd that was killed leaves its socket.
+    if let Err(error) = UnixStream::connect(&path) {
+        return match error.kind() {
+            io::ErrorKind::NotFound => start(format!("there is no {socket}")),
+            io::ErrorKind::PermissionDenied => Finding::ok(check, socket),
+            _ => start(format!("nobody answers at {socket}: {}", chain(&error))),
+        };
+    }
+    // containerd makes its socket when it starts.
+    let modified = |path: &Path| path.metadata().and_then(|data| data.modified()).ok();
+    let files = containerd.files(root);
+    let newer = files.iter().find(|file| modified(file) > modified(&path));
+    match newer {
+        None => Finding::ok(check, socket),
+        Some(file) => {
             let units = containerd.units().join(" or ");
             Finding::warn(
-                "containerd's socket",
-                format!("there is no {socket}"),
-                format!("run `systemctl start` for {units}, unless containerd has another socket"),
+                check,
+                format!("{} was written after containerd had started, which has not read it", file.display()),
+                format!("run `systemctl restart` for {units}; running containers go on"),
             )
         }
     }
@@ -121,16 +143,51 @@ pub(super) fn handler(configuration: io::Result<toml::Table>) -> Finding {
     }
 }
 
-/// Whether containerd will find the shim.
+/// Whether containerd will find the shim, and that of this version.
 pub(super) fn shim(root: &Path) -> Finding {
-    let paths = SHIM_DIRECTORIES.map(|directory| root.join(directory).join(SHIM));
-    match paths.iter().find(|path| path.is_file()) {
-        Some(path) => Finding::ok("shim", path.display().to_string()),
-        None => Finding::fail(
-            "shim",
+    let check = "shim";
+    // A directory may be a link to another.
+    let mut there: Vec<PathBuf> = Vec::new();
+    for directory in SHIM_DIRECTORIES {
+        if let Ok(path) = root.join(directory).join(SHIM).canonicalize()
+            && path.is_file()
+            && !there.contains(&path)
+        {
+            there.push(path);
+        }
+    }
+    let Some(first) = there.first() else {
+        return Finding::fail(
+            check,
             format!("there is no {SHIM} in {}", SHIM_DIRECTORIES.map(|it| format!("/{it}")).join(", ")),
             "install Bulkhead again; or copy the shim to a directory of containerd's PATH",
+        );
+    };
+    let version = version_of(first);
+    match (version, &there[1..]) {
+        (Err(found), _) => Finding::fail(check, found, ONE_VERSION),
+        (Ok(()), [second, ..]) => Finding::warn(
+            check,
+            format!("containerd takes {}, and not {}", first.display(), second.display()),
+            "remove the one of another installation",
         ),
+        (Ok(()), []) => Finding::ok(check, first.display().to_string()),
+    }
+}
+
+/// What to do if a part is of another version, or damaged.
+const ONE_VERSION: &str = "install all parts of one version";
+
+/// Asks a program for its version. Returns what is wrong.
+fn version_of(program: &Path) -> Result<(), String> {
+    match command_output::output(&program.to_string_lossy(), &["-v"]) {
+        Ok(text) if text.split_whitespace().any(|word| word == VERSION) => Ok(()),
+        Ok(text) => Err(format!(
+            "{} is `{}`, and this command is {VERSION}",
+            program.display(),
+            one_line(text.trim())
+        )),
+        Err(error) => Err(format!("{} cannot be executed: {}", program.display(), chain(&error))),
     }
 }
 
@@ -153,27 +210,23 @@ pub(super) fn configuration(file: &ConfigFile) -> (Finding, Option<Config>) {
         (false, true) => format!("there is no {}, so the defaults hold", path.display()),
         (false, false) => format!("there is no {}, only drop-ins", path.display()),
     };
-    let finding = match command_output::output(&config.vmm.to_string_lossy(), &["--version"]) {
-        Ok(text) if text.split_whitespace().any(|word| word == VERSION) => {
-            Finding::ok("configuration", format!("{origin}; the parts are there, version {VERSION}"))
-        }
-        Ok(text) => Finding::fail(
-            "configuration",
-            format!("{} is `{}`, and this command is {VERSION}", config.vmm.display(), one_line(text.trim())),
-            "install all parts of one version",
-        ),
-        Err(error) => Finding::fail(
-            "configuration",
-            format!("{} cannot be executed: {}", config.vmm.display(), chain(&error)),
-            "install Bulkhead again",
-        ),
+    let finding = match version_of(&config.vmm) {
+        Ok(()) => Finding::ok("configuration", format!("{origin}; the parts are there, version {VERSION}")),
+        Err(found) => Finding::fail("configuration", found, ONE_VERSION),
     };
     (finding, Some(config))
 }
 
 #[cfg(test)]
 mod tests {
-    use std::{fs, os::unix::fs::PermissionsExt};
+    use std::{
+        fs,
+        os::unix::{
+            fs::{PermissionsExt, symlink},
+            net::UnixListener,
+        },
+        time::Duration,
+    };
 
     use super::*;
     use crate::check::finding::Status;
@@ -253,12 +306,55 @@ mod tests {
         assert!(missing.found.ends_with("config.toml: there is no such file"), "{}", missing.found);
     }
 
+    fn program(path: &Path, says: &str) {
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, format!("#!/bin/sh\necho {says}\n")).unwrap();
+        fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
+    }
+
     #[test]
-    fn the_shim_is_where_containerd_looks() {
+    fn the_shim_is_where_containerd_looks_and_of_this_version() {
         let dir = tempfile::tempdir().unwrap();
+        let at = |directory: &str| dir.path().canonicalize().unwrap().join(directory).join(SHIM);
         assert_eq!(shim(dir.path()).status, Status::Fail);
-        fs::create_dir_all(dir.path().join("usr/bin")).unwrap();
-        fs::write(dir.path().join("usr/bin").join(SHIM), "").unwrap();
+        program(&at("usr/bin"), &format!("{SHIM} {VERSION}"));
         assert_eq!(shim(dir.path()).status, Status::Ok);
+        symlink("usr/bin", dir.path().join("bin")).unwrap();
+        assert_eq!(shim(dir.path()).status, Status::Ok, "it is the same file");
+        // The archive's comes before the package's.
+        program(&at("usr/local/bin"), &format!("{SHIM} {VERSION}"));
+        let two = shim(dir.path());
+        let takes = format!("takes {}, and not {}", at("usr/local/bin").display(), at("usr/bin").display());
+        assert!(two.status == Status::Warn && two.found.contains(&takes), "{two:?}");
+        program(&at("usr/local/bin"), &format!("{SHIM} 0.0.1"));
+        let old = shim(dir.path());
+        assert!(old.status == Status::Fail && old.found.contains("0.0.1`"), "{old:?}");
+    }
+
+    #[test]
+    fn containerd_must_run_with_the_files_that_there_are() {
+        let dir = tempfile::tempdir().unwrap();
+        let containerd = Containerd::find(dir.path());
+        let finding = || socket(dir.path(), &containerd);
+        assert!(finding().found.starts_with("there is no /run/"), "{:?}", finding());
+        let at = |path: &str| dir.path().join(path);
+        fs::create_dir_all(at("run/containerd")).unwrap();
+        let path = at("run/containerd/containerd.sock");
+        let served = UnixListener::bind(&path).unwrap();
+        assert_eq!(finding().status, Status::Ok);
+        fs::create_dir_all(at("etc/containerd/conf.d")).unwrap();
+        let written = fs::File::create(at("etc/containerd/conf.d/bulkhead.toml")).unwrap();
+        let started = path.metadata().unwrap().modified().unwrap();
+        written.set_modified(started + Duration::from_secs(1)).unwrap();
+        let late = finding();
+        assert!(
+            late.status == Status::Warn && late.found.contains("bulkhead.toml was written after"),
+            "{late:?}"
+        );
+        assert!(late.remedy.unwrap().contains("`systemctl restart` for containerd"));
+        written.set_modified(started).unwrap();
+        assert_eq!(finding().status, Status::Ok);
+        drop(served);
+        assert!(finding().found.starts_with("nobody answers at"), "{:?}", finding());
     }
 }

@@ -6,6 +6,9 @@ use bulkhead_host_shim::operator::{Config, largest_template_mib};
 
 use crate::check::finding::Finding;
 
+/// The files that some pods and templates take.
+const FILES: u64 = 1000;
+
 /// The size of a huge page of the host's pool.
 const HUGE_PAGE_MIB: u64 = 2;
 
@@ -58,6 +61,16 @@ pub(super) fn run(directory: &Path, config: &Config) -> Finding {
     let free = room.f_bavail.saturating_mul(room.f_frsize) >> 20;
     let needed = u64::from(largest_template_mib(config));
     let found = format!("{free} MiB are free in {shown}");
+    // Some file systems have no limit, and say 0.
+    if room.f_files > 0 && room.f_favail < FILES {
+        let found = format!("{} more files have room in {shown}", room.f_favail);
+        return Finding::bad(
+            room.f_favail > 0,
+            "/run",
+            found,
+            "remove files there, or mount it with a larger nr_inodes",
+        );
+    }
     match (config.templates && !config.hugepages && !config.console, free >= needed) {
         (_, true) => Finding::ok("/run", found),
         (false, _) => {

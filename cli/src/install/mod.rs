@@ -9,6 +9,8 @@ use std::{
     env, fs,
     io::{self, Write},
     path::{Path, PathBuf},
+    process::{Command, Stdio},
+    time::Duration,
 };
 
 use bulkhead_host_shim::operator::{STATE_ROOT, forget_failures, one_line, remove_all_templates};
@@ -28,12 +30,10 @@ use crate::{
     run,
 };
 
-/// The directory of containerd 2 for files that are imported, and that of k3s and RKE2, beside the configuration that
-/// they generate.
-const IMPORTED: &str = "/etc/containerd/conf.d";
-const IMPORTED_BY_GENERATED: &str = "config-v3.toml.d";
+/// How long a restart may take: RKE2 takes a minute and more until it is ready, and systemd limits how long it waits.
+const RESTART: Duration = Duration::from_secs(600);
 
-/// The name of the file in this directory.
+/// The name of the file in the directory that containerd imports.
 const DROP_IN: &str = "bulkhead.toml";
 
 /// The templates of which k3s and RKE2 generate configurations of the second and of the third version. They are beside
@@ -112,10 +112,7 @@ impl Options {
 
     /// The file of its own for the handlers, and the directory that is imported, as containerd names it.
     fn drop_in(&self, containerd: &Containerd) -> (PathBuf, PathBuf) {
-        let directory = match containerd.generator() {
-            None => IMPORTED.into(),
-            Some(_) => containerd.config.with_file_name(IMPORTED_BY_GENERATED),
-        };
+        let directory = containerd.imported();
         (self.at(directory.join(DROP_IN)), directory)
     }
 
@@ -379,46 +376,85 @@ const REMOVED_BESIDE: &str = "they were beside those of Bulkhead; if they are yo
 pub(crate) fn uninstall(out: &mut impl Write, options: &Options) -> Result<(), CommandError> {
     let containerd = options.containerd();
     options.check_root(&containerd)?;
-    let mut is_changed = false;
-    for path in options.with_block(&containerd) {
-        is_changed |= remove_block(out, &path)?;
-    }
-    is_changed |= remove_drop_in(out, &options.drop_in(&containerd).0)?;
-    for (name, text) in OWN_FILES {
-        let path = options.at(name);
-        match files::remove(&path, text)
-            .map_err(|source| CommandError::Remove { path: path.clone(), source })?
-        {
-            Removal::Absent => {}
-            Removal::Removed => say(out, &format!("removed {}", path.display()))?,
-            Removal::Changed => say(out, &kept(&path))?,
+    // What cannot be removed keeps nothing else: the programs may be gone next. The first error is the result.
+    let mut first = Ok(());
+    let is_changed = {
+        let mut steps = Steps { out, first: &mut first };
+        let mut is_changed = false;
+        for path in options.with_block(&containerd) {
+            is_changed |= steps.take(|out| remove_block(out, &path));
         }
-    }
-    if recorded(options.root()).as_ref() == Some(&containerd.config) {
-        let path = options.at(RECORD);
-        remove(&path)?;
-        say(out, &format!("removed {}", path.display()))?;
-    }
-    // Fails if the operator has files of his own there.
-    let own = options.at(OWN_DIRECTORY);
-    if fs::remove_dir(&own).is_ok() {
-        say(out, &format!("removed {}", own.display()))?;
-    }
-    metrics::end(out, options.root.as_deref())?;
-    if options.root.is_none() {
-        let root = Path::new(STATE_ROOT);
-        let failed = |source| CommandError::Remove { path: root.into(), source };
-        forget_failures(root).map_err(failed)?;
-        let removed = remove_all_templates(root).map_err(failed)?;
-        say(out, &format!("removed {removed} templates from {STATE_ROOT}"))?;
-        let roots = [STATE_ROOT, run::directory::ROOT, exec::ROOT];
-        roots.into_iter().for_each(|root| files::remove_empty(Path::new(root)));
-    }
-    finish(out, options, &containerd, is_changed)?;
+        is_changed |= steps.take(|out| remove_drop_in(out, &options.drop_in(&containerd).0));
+        for (name, text) in OWN_FILES {
+            steps.take(|out| remove_own(out, &options.at(name), text));
+        }
+        if recorded(options.root()).as_ref() == Some(&containerd.config) {
+            let path = options.at(RECORD);
+            steps.take(|out| {
+                remove(&path)?;
+                say(out, &format!("removed {}", path.display()))
+            });
+        }
+        // Fails if the operator has files of his own there.
+        let own = options.at(OWN_DIRECTORY);
+        if fs::remove_dir(&own).is_ok() {
+            steps.take(|out| say(out, &format!("removed {}", own.display())));
+        }
+        steps.take(|out| metrics::end(out, options.root.as_deref()));
+        if options.root.is_none() {
+            steps.take(remove_state);
+        }
+        is_changed
+    };
+    finish(out, options, &containerd, is_changed).and(first)?;
     say(
         out,
         "Running pods are not affected. Remove the package, or the files of the archive, when none is left.",
     )
+}
+
+/// Steps that are all taken, also after one has failed.
+struct Steps<'a, W> {
+    out: &'a mut W,
+    /// The first error. The others are printed.
+    first: &'a mut Result<(), CommandError>,
+}
+
+impl<W: Write> Steps<'_, W> {
+    /// Returns what the step returns, or what stands for nothing.
+    fn take<T: Default>(&mut self, step: impl FnOnce(&mut W) -> Result<T, CommandError>) -> T {
+        step(self.out).unwrap_or_else(|error| {
+            if self.first.is_ok() {
+                *self.first = Err(error);
+            } else {
+                // Whoever reads it may be gone, which the first error says.
+                let _ = say(self.out, &error.to_string());
+            }
+            T::default()
+        })
+    }
+}
+
+/// Removes a file that `bulkhead install` has written with this text.
+fn remove_own(out: &mut impl Write, path: &Path, text: &str) -> Result<(), CommandError> {
+    let removed = files::remove(path, text);
+    match removed.map_err(|source| CommandError::Remove { path: path.into(), source })? {
+        Removal::Absent => Ok(()),
+        Removal::Removed => say(out, &format!("removed {}", path.display())),
+        Removal::Changed => say(out, &kept(path)),
+    }
+}
+
+/// Removes what is in /run besides pods.
+fn remove_state(out: &mut impl Write) -> Result<(), CommandError> {
+    let root = Path::new(STATE_ROOT);
+    let failed = |source| CommandError::Remove { path: root.into(), source };
+    forget_failures(root).map_err(failed)?;
+    let removed = remove_all_templates(root).map_err(failed)?;
+    say(out, &format!("removed {removed} templates from {STATE_ROOT}"))?;
+    let roots = [STATE_ROOT, run::directory::ROOT, exec::ROOT];
+    roots.into_iter().for_each(|root| files::remove_empty(Path::new(root)));
+    Ok(())
 }
 
 /// Removes the block with the handlers from a file, and the file if it has nothing else. Returns whether it was there.
@@ -466,9 +502,6 @@ fn finish(
     if !is_changed {
         say(out, "containerd's configuration is as it was")?;
     }
-    let is_active =
-        |unit: &&&str| command_output::output("systemctl", &["is-active", "--quiet", unit]).is_ok();
-    let first = containerd.units().first().copied().unwrap_or("containerd");
     // It may have been changed before, without a restart.
     if !options.restart {
         let reader = containerd.generator().unwrap_or("containerd");
@@ -477,13 +510,27 @@ fn finish(
         let remedy = format!("{reader} reads its configuration when it starts: {}", commands.join(" or "));
         return if is_changed { say(out, &remedy) } else { Ok(()) };
     }
-    let unit = match containerd.units() {
-        [_, _, ..] => containerd.units().iter().find(is_active).copied().unwrap_or(first),
-        _ => first,
+    let unit = unit_of(containerd.units());
+    let restart = |_: &Count| {
+        let mut command = Command::new("systemctl");
+        command.args(["restart", unit]).stderr(Stdio::null());
+        command_output::answer(command, &[], RESTART)
     };
-    let restart = |_: &Count| command_output::output("systemctl", &["restart", unit]);
     during(&format!("restarting {unit}"), false, restart).map_err(CommandError::Restart)?;
     say(out, &format!("restarted {unit}"))
+}
+
+/// Which of these units is restarted: the one that runs. While none runs, the one that is there: it may be about to
+/// start.
+fn unit_of(units: &[&'static str]) -> &'static str {
+    let first = units.first().copied().unwrap_or("containerd");
+    let [_, _, ..] = units else { return first };
+    let ask = |arguments: &[&str]| command_output::output("systemctl", arguments);
+    let is_active = |unit: &&&str| ask(&["is-active", "--quiet", unit]).is_ok();
+    let is_there = |unit: &&&str| {
+        ask(&["show", "--property", "LoadState", "--value", unit]).is_ok_and(|state| state.trim() == "loaded")
+    };
+    units.iter().find(is_active).or_else(|| units.iter().find(is_there)).copied().unwrap_or(first)
 }
 
 fn read(path: &Path) -> Result<Option<String>, CommandError> {
@@ -508,6 +555,7 @@ mod tests {
     use std::{collections::BTreeMap, os::unix::fs::symlink};
 
     use super::*;
+    use crate::containerd::IMPORTED;
 
     /// All files below a directory.
     fn tree(root: &Path) -> BTreeMap<PathBuf, String> {
@@ -685,6 +733,23 @@ mod tests {
         assert!(removed.contains(&format!("removed {}\n", link.display())), "{removed}");
         assert!(link.symlink_metadata().is_err());
         assert!(!said(|out| uninstall(out, &options(dir.path()))).contains("metrics"));
+    }
+
+    #[test]
+    fn a_file_that_cannot_be_read_keeps_nothing_else() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |path: &str| dir.path().join(path);
+        fs::create_dir_all(at("etc/containerd")).unwrap();
+        fs::write(at("etc/containerd/config.toml"), "version = 2\n").unwrap();
+        install(&mut Vec::new(), &options(dir.path())).unwrap();
+        fs::write(at("etc/containerd/config.toml"), b"\xff").unwrap();
+        fs::write(at("etc/bulkhead/runtimeclass.yaml"), b"\xff").unwrap();
+        let mut out = Vec::new();
+        let error = uninstall(&mut out, &options(dir.path())).unwrap_err().to_string();
+        let said = String::from_utf8(out).unwrap();
+        assert!(error.contains("etc/containerd/config.toml"), "{error}");
+        assert!(said.contains("removed") && !at("etc/bulkhead/config.toml").exists(), "{said}");
+        assert!(!said.contains("Running pods"), "{said}");
     }
 
     #[test]

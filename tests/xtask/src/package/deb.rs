@@ -26,15 +26,20 @@ if [ \"$1\" = remove ]; then
     if [ -d /run/systemd/system ]; then
         systemctl --no-reload disable --now bulkhead-metrics.service || :
     fi
-    /usr/bin/bulkhead uninstall
+    # A package whose program is gone, or cannot do it, can be removed all the same.
+    [ -x /usr/bin/bulkhead ] && /usr/bin/bulkhead uninstall ||
+        echo 'bulkhead: not all was undone. If containerd has handlers of Bulkhead left, remove them from its configuration.' >&2
 fi
 ";
 
-/// After dpkg has removed the unit, systemd forgets it.
+/// After dpkg has removed the unit, systemd forgets it. What it keeps is removed by a purge only: the operator's files.
 const AFTER_REMOVAL: &str = "#!/bin/sh
 set -e
 if [ \"$1\" = remove ] && [ -d /run/systemd/system ]; then
     systemctl daemon-reload || :
+fi
+if [ \"$1\" = purge ]; then
+    rm -rf /etc/bulkhead
 fi
 ";
 

@@ -39,14 +39,28 @@ fn schema(kind: &str) -> Value {
                         "nodeSelector": { "*": "text" },
                         "priorityClassName": "text",
                         "hostPID": "flag",
-                        "containers": [{
+                        "automountServiceAccountToken": "flag",
+                        "initContainers": [{
                             "name": "text",
                             "image": "text",
                             "command": ["text"],
                             "args": ["text"],
-                            "readinessProbe": { "exec": { "command": ["text"] } },
                             "securityContext": { "privileged": "flag" },
-                            "volumeMounts": [{ "name": "text", "mountPath": "text" }],
+                            "volumeMounts": [
+                                { "name": "text", "mountPath": "text", "mountPropagation": "text" },
+                            ],
+                        }],
+                        "containers": [{
+                            "name": "text",
+                            "image": "text",
+                            "command": ["text"],
+                            "securityContext": {
+                                "allowPrivilegeEscalation": "flag",
+                                "capabilities": { "drop": ["text"] },
+                                "readOnlyRootFilesystem": "flag",
+                                "runAsNonRoot": "flag",
+                                "runAsUser": "number",
+                            },
                         }],
                         "volumes": [{ "name": "text", "hostPath": { "path": "text" } }],
                     },
@@ -87,6 +101,7 @@ fn check(value: &Value, schema: &Value, path: &str) -> Vec<String> {
             let is_right = match kind.as_str() {
                 "text" => value.is_string(),
                 "flag" => value.is_boolean(),
+                "number" => value.is_u64(),
                 "cpu" => is_quantity(&["m"]),
                 "memory" => is_quantity(&["Mi", "Gi"]),
                 other => panic!("{other} is no type"),
@@ -238,9 +253,12 @@ fn a_daemon_set_selects_its_own_pods_and_the_commands_of_the_page_name_it() {
         assert_eq!(namespace, "kube-system");
         assert_eq!(template["spec"]["nodeSelector"]["bulkhead"], "yes");
         assert!(page.contains("kubectl label node NODE bulkhead=yes\n"));
-        let container = &template["spec"]["containers"][0];
+        let container = &template["spec"]["initContainers"][0];
         let image = format!("REGISTRY/bulkhead-install:{VERSION}");
         assert_eq!(container["image"], image.as_str());
+        assert_eq!(template["spec"]["containers"][0]["image"], image.as_str());
+        let logs = format!(" --selector name={label} --container {} ", container["name"].as_str().unwrap());
+        assert!(page.contains(&logs), "{logs}");
         assert!(page.contains(&format!("docker build --tag ${image} .\n")), "{image}");
         let volumes = |list: &Value| -> BTreeSet<String> {
             list.as_array().unwrap().iter().map(|it| it["name"].as_str().unwrap().to_owned()).collect()

@@ -101,7 +101,9 @@ pub(crate) fn try_out(cache: &Cache, tools: &Tools, dist: &Dist) -> Result<()> {
     }
     kubernetes_page::check()?;
     trial::run(cache, tools, dist, &archive, &package)?;
-    daemonset::run(cache, tools, dist, &archive)
+    daemonset::run(cache, tools, dist, &archive)?;
+    println!("\nAll that was tried is as it should be, and nothing is left.");
+    Ok(())
 }
 
 /// Packs the parts. Returns the archive, the package, and the list of their digests.

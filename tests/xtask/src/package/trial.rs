@@ -152,6 +152,13 @@ pub(super) fn run(cache: &Cache, tools: &Tools, dist: &Dist, archive: &Path, pac
             prometheus::watch(&mut session)?;
             show(&mut session, "dpkg --remove bulkhead")?;
             nothing_is_left(&mut session, &before, "Prometheus's pod, the unit and the package")?;
+            show(&mut session, &format!("dpkg --install {package_there}"))?;
+            show(
+                &mut session,
+                "bulkhead install && echo '[vm]' > /etc/bulkhead/own.toml && bulkhead uninstall",
+            )?;
+            show(&mut session, "rm /usr/bin/bulkhead && dpkg --purge bulkhead")?;
+            nothing_is_left(&mut session, &before, "a package without its program")?;
         }
         session.finish();
     }
