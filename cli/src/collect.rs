@@ -38,7 +38,8 @@ const TAKEN: [&str; 6] =
 
 /// Directories of a state directory that are not looked into: they have the files of containers, also while those are
 /// mounted, or hooks with their environment.
-const PRIVATE: [&str; 5] = ["share", "share.staging", "template-share", "template-share.staging", "poststop"];
+const PRIVATE: [&str; 6] =
+    ["share", "share.staging", "template-share", "template-share.staging", "poststop", "poststop-kept"];
 
 /// Words of kernel messages that may have to do with VMs, their jail, their network or their memory.
 const KERNEL_WORDS: [&str; 9] =
@@ -59,9 +60,13 @@ pub(crate) fn collect(
     let file = File::options().write(true).create_new(true).mode(0o600).open(path).map_err(write)?;
     let mut archive = Archive { builder: Builder::new(file), time: now() };
     let root = Path::new(STATE_ROOT);
-    during("collecting", false, |count| fill(&mut archive, (config, containerd), root, count))
-        .map_err(write)?;
-    let size = archive.builder.into_inner().and_then(|file| file.metadata()).map_err(write)?.len();
+    let size = during("collecting", false, |count| fill(&mut archive, (config, containerd), root, count))
+        .and_then(|()| Ok(archive.builder.into_inner()?.metadata()?.len()));
+    let size = size.map_err(|source| {
+        // Half an archive helps nobody. The error says what is wrong.
+        let _ = fs::remove_file(path);
+        write(source)
+    })?;
     writeln!(out, "wrote {} ({}): read it before you send it", path.display(), output::mib(size))
         .map_err(CommandError::Output)
 }

@@ -33,12 +33,13 @@ pub(super) fn write<E: From<io::Error>>(
     name.push(format!(".bulkhead-{}", std::process::id()));
     let new = path.with_file_name(name);
     let written = fill(&new, &path, text).map_err(E::from).and_then(|()| check(&new));
-    if let Err(error) = written {
+    // A file that is mounted there cannot be replaced.
+    let replaced = written.and_then(|()| fs::rename(&new, &path).map_err(E::from));
+    if replaced.is_err() {
         // The error says what is wrong.
         let _ = fs::remove_file(&new);
-        return Err(error);
     }
-    Ok(fs::rename(&new, &path)?)
+    replaced
 }
 
 /// Writes the new file with the owner and the mode of the old one.

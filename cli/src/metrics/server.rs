@@ -36,6 +36,9 @@ const CLIENT: Duration = Duration::from_secs(15);
 const LINGER: Duration = Duration::from_secs(1);
 const MOST_MORE: u64 = 1 << 20;
 
+/// A text that is younger is given again: a look at hundreds of pods costs processor time, and any user may ask.
+const FRESH: Duration = Duration::from_secs(1);
+
 /// The pause after a client could not be accepted, because there is no free descriptor.
 const PAUSE: Duration = Duration::from_millis(100);
 
@@ -131,12 +134,12 @@ struct Source {
 }
 
 impl Source {
-    /// What the pods use now. Clients that come while the pods are looked at wait for one more look together.
+    /// What the pods use now, or have used a moment ago. Clients that come while the pods are looked at wait for one more look together.
     async fn text(&self) -> io::Result<Arc<str>> {
         let asked = Instant::now();
         let mut last = self.last.lock().await;
         if let Some((begun, text)) = &*last
-            && *begun >= asked
+            && *begun + FRESH >= asked
         {
             return Ok(Arc::clone(text));
         }

@@ -1,6 +1,6 @@
 //! The variables of a process that a command names.
 
-use std::env;
+use std::{collections::HashMap, env};
 
 use crate::process::error::ProcessError;
 
@@ -28,14 +28,15 @@ pub(crate) fn term() -> String {
     format!("TERM={}", env::var("TERM").as_deref().unwrap_or("xterm"))
 }
 
-/// The last value of each name.
+/// The last value of each name, in the order of these. An image may have very many.
 pub(crate) fn last_of_each(all: Vec<String>) -> Vec<String> {
-    let mut kept: Vec<String> = Vec::new();
-    for variable in all {
-        let name = variable.split_once('=').map_or(variable.as_str(), |(name, _)| name);
-        let is_same = |other: &String| other.split_once('=').is_some_and(|(other, _)| other == name);
-        kept.retain(|other| !is_same(other));
-        kept.push(variable);
+    let name = |variable: &str| variable.split_once('=').map_or(variable.len(), |(name, _)| name.len());
+    let mut last = HashMap::new();
+    for (index, variable) in all.iter().enumerate() {
+        last.insert(variable[..name(variable)].to_owned(), index);
     }
-    kept
+    let kept = all.into_iter().enumerate();
+    kept.filter(|(index, variable)| last.get(&variable[..name(variable)]) == Some(index))
+        .map(|(_, variable)| variable)
+        .collect()
 }

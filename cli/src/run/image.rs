@@ -267,8 +267,11 @@ impl Blobs {
         for entry in Archive::new(headers).entries_with_seek().map_err(ImageError::Open)? {
             let entry = entry.map_err(ImageError::Open)?;
             limit.headers();
-            let name = String::from_utf8_lossy(&entry.path_bytes()).trim_start_matches("./").to_owned();
-            if entry.header().entry_type() == EntryType::Regular && files.len() < MOST_FILES {
+            let name = entry.path_bytes();
+            // No file of an image has a longer name, and all of them are kept.
+            let is_kept = name.len() <= unpack::LONGEST_NAME && files.len() < MOST_FILES;
+            if is_kept && entry.header().entry_type() == EntryType::Regular {
+                let name = String::from_utf8_lossy(&name).trim_start_matches("./").to_owned();
                 files.insert(name, (entry.raw_file_position(), entry.size()));
             }
         }

@@ -29,7 +29,7 @@ const WHITEOUT: &[u8] = b".wh.";
 const OPAQUE: &[u8] = b".wh..wh..opq";
 
 /// The longest name, as of the kernel (PATH_MAX).
-const LONGEST_NAME: usize = 4096;
+pub(super) const LONGEST_NAME: usize = 4096;
 
 /// The most bytes of the headers of one entry, which have its names and attributes. They are kept in memory as a whole.
 const MOST_OF_HEADERS: u64 = 1 << 20;
@@ -240,6 +240,8 @@ struct Unpacker<'a> {
     written_bytes: u64,
 }
 
+const UNSUPPORTED: &str = "this type of an entry is not supported";
+
 /// A name in an open directory.
 struct Place {
     parent: OwnedFd,
@@ -252,6 +254,11 @@ impl Unpacker<'_> {
         if kind == EntryType::XGlobalHeader {
             return Ok(());
         }
+        // The parser keeps these for itself, but not if the header is older than they are. It would then read their whole
+        // content as attributes.
+        if kind.is_pax_local_extensions() || kind.is_gnu_longname() || kind.is_gnu_longlink() {
+            return Err(Reason::Text(UNSUPPORTED));
+        }
         let path = relative(name)?;
         refuse_sparse(entry)?;
         let Some(place) = self.place(&path)? else {
@@ -262,7 +269,7 @@ impl Unpacker<'_> {
                 Err(Reason::Text("it is the root, and no directory"))
             };
         };
-        if self.kind == Kind::Layer && self.removes(&path, &place)? {
+        if self.kind == Kind::Layer && self.removes(&path, &place, entry.size())? {
             return Ok(());
         }
         match kind {
@@ -297,7 +304,7 @@ impl Unpacker<'_> {
             // The program has a /dev of its own.
             EntryType::Char | EntryType::Block if path.starts_with("dev") => return Ok(()),
             EntryType::Char | EntryType::Block => return Err(Reason::Text("device nodes are not supported")),
-            _ => return Err(Reason::Text("this type of an entry is not supported")),
+            _ => return Err(Reason::Text(UNSUPPORTED)),
         }
         self.note(&path)?;
         set_attributes(entry, &place.parent, &place.name)
@@ -355,12 +362,21 @@ impl Unpacker<'_> {
         Ok(directory)
     }
 
-    /// Removes what a layer says is to be removed. Returns whether the entry says that.
-    fn removes(&self, path: &Path, place: &Place) -> Result<bool, Reason> {
+    /// Removes what a layer says is to be removed. Returns whether the entry, which has so many bytes, says that.
+    fn removes(&mut self, path: &Path, place: &Place, bytes: u64) -> Result<bool, Reason> {
         use std::os::unix::ffi::OsStrExt;
         let name = place.name.as_os_str().as_bytes();
+        if name.starts_with(WHITEOUT) && bytes > 0 {
+            // A sparse file could have as many as it likes.
+            return Err(Reason::Text("it says that something is removed, and is not empty"));
+        }
         if name == OPAQUE {
             let directory = path.parent().unwrap_or(Path::new(""));
+            // What was removed once is not there again. Each look at a large directory takes long.
+            if self.has_brought(path) {
+                return Ok(true);
+            }
+            self.note(path)?;
             for child in names_in(&place.parent)? {
                 if !self.has_brought(&directory.join(&child)) {
                     remove(&Place { parent: place.parent.try_clone()?, name: child })?;

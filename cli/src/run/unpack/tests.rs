@@ -237,10 +237,9 @@ fn headers_that_do_not_end_are_refused() {
         let error = unpack(tar.into_inner().unwrap().as_slice(), &root, Kind::Root).unwrap_err();
         assert!(error.to_string().ends_with("are too long"), "{kind:?}: {error}");
     }
-    // The content of an entry is no header, also if it is not unpacked.
+    // The content of an entry is no header.
     let content = "x".repeat(2 * MOST_OF_HEADERS as usize);
     roots.unpack(Kind::Root, &[("file", REGULAR, &content), ("other", REGULAR, "y")]).unwrap();
-    roots.unpack(Kind::Layer, &[(".wh.file", REGULAR, &content), ("third", REGULAR, "z")]).unwrap();
 }
 
 #[test]
@@ -262,4 +261,33 @@ fn a_sparse_file_of_the_pax_format_is_refused() {
     let root = File::open(roots.path("")).unwrap();
     let error = unpack(tar.into_inner().unwrap().as_slice(), &root, Kind::Root).unwrap_err();
     assert!(error.to_string().contains("--sparse"), "{error}");
+}
+
+#[test]
+fn what_only_the_parser_may_read_is_no_entry() {
+    let roots = Roots::new();
+    for kind in [EntryType::XHeader, EntryType::GNULongName, EntryType::GNULongLink] {
+        let mut tar = Builder::new(Vec::new());
+        // A header that is older than these types.
+        let mut header = Header::new_old();
+        header.set_path("a").unwrap();
+        header.set_entry_type(kind);
+        header.set_size(4);
+        header.set_cksum();
+        tar.append(&header, b"text".as_slice()).unwrap();
+        let root = File::open(roots.dir.path().join("root")).unwrap();
+        let error = unpack(tar.into_inner().unwrap().as_slice(), &root, Kind::Root).unwrap_err().to_string();
+        assert!(error.contains(UNSUPPORTED), "{kind:?}: {error}");
+    }
+}
+
+#[test]
+fn a_whiteout_is_empty_and_counts_once() {
+    let roots = Roots::new();
+    let error = roots.unpack(Kind::Layer, &[(".wh.x", REGULAR, "text")]).unwrap_err();
+    assert!(error.contains("is not empty"), "{error}");
+    let opaque = ("opaque/.wh..wh..opq", REGULAR, "");
+    let entries = [("opaque/", DIRECTORY, ""), opaque, ("opaque/new", REGULAR, "new"), opaque];
+    roots.unpack(Kind::Layer, &entries).unwrap();
+    assert_eq!(roots.text("opaque/new"), "new");
 }
