@@ -134,7 +134,8 @@ struct Source {
 }
 
 impl Source {
-    /// What the pods use now, or have used a moment ago. Clients that come while the pods are looked at wait for one more look together.
+    /// What the pods use now, or have used a moment ago. Clients that come while the pods are looked at wait for
+    /// one more look together.
     async fn text(&self) -> io::Result<Arc<str>> {
         let asked = Instant::now();
         let mut last = self.last.lock().await;

@@ -254,8 +254,8 @@ impl Unpacker<'_> {
         if kind == EntryType::XGlobalHeader {
             return Ok(());
         }
-        // The parser keeps these for itself, but not if the header is older than they are. It would then read their whole
-        // content as attributes.
+        // The parser keeps these for itself, but not if the header is older than they are. It would then read their
+        // whole content as attributes.
         if kind.is_pax_local_extensions() || kind.is_gnu_longname() || kind.is_gnu_longlink() {
             return Err(Reason::Text(UNSUPPORTED));
         }

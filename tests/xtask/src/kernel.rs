@@ -63,8 +63,8 @@ enum Base {
 pub(crate) struct Kernel {
     /// An uncompressed ELF `vmlinux`; `config` and `System.map` are beside it.
     pub(crate) path: PathBuf,
-    /// An archive of its modules, to be added to an initramfs. The ordinary kernel has none, and a guest kernel's may not
-    /// be built yet.
+    /// An archive of its modules, to be added to an initramfs. The ordinary kernel has none, and those of a guest
+    /// kernel may not be built yet.
     pub(crate) modules: Option<PathBuf>,
     /// Options that are `y` or `m`.
     pub(crate) options: usize,
@@ -102,8 +102,8 @@ pub(crate) fn build(cache: &Cache, tools: &Tools) -> Result<Kernel> {
     Base::Nothing.build(cache, tools)
 }
 
-/// Builds the guest kernel without its modules if it is not in the cache: about half of the time. [`build`] goes on from
-/// there.
+/// Builds the guest kernel without its modules if it is not in the cache: about half of the time. [`build`] goes on
+/// from there.
 pub(crate) fn build_without_modules(cache: &Cache, tools: &Tools) -> Result<Kernel> {
     Base::WithoutModules.build(cache, tools)
 }

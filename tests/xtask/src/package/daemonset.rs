@@ -1,5 +1,5 @@
-//! Tries what the init containers of contrib/kubernetes/daemonset.yaml and daemonset-remove.yaml do to a node. There is no
-//! Kubernetes: `ctr` runs the scripts of the manifests on runc, in containers with the same rights and mounts. Their
+//! Tries what the init containers of contrib/kubernetes/daemonset.yaml and daemonset-remove.yaml do to a node. There is
+//! no Kubernetes: `ctr` runs the scripts of the manifests on runc, in containers with the same rights and mounts. Their
 //! image is made by the commands of the quick start.
 
 use std::fs;

@@ -28,7 +28,7 @@ if [ \"$1\" = remove ]; then
     fi
     # A package whose program is gone, or cannot do it, can be removed all the same.
     [ -x /usr/bin/bulkhead ] && /usr/bin/bulkhead uninstall ||
-        echo 'bulkhead: not all was undone. If containerd has handlers of Bulkhead left, remove them from its configuration.' >&2
+        echo 'bulkhead: not all was undone. Remove its handlers from the configuration of containerd.' >&2
 fi
 ";
 
