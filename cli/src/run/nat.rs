@@ -20,7 +20,7 @@ use std::{
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     io::Errno,
-    process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal},
+    process::{Pid, PidfdFlags, Signal, geteuid, pidfd_open, pidfd_send_signal},
 };
 
 use crate::{command_output, run::error::RunError};
@@ -225,10 +225,22 @@ fn is_named(process: &Path, name: &str) -> bool {
     if !NAMES.iter().any(|name| own.starts_with(name.as_bytes())) {
         return false;
     }
+    // Any user can give a process this name. The owner of the directory does not tell whose it is: it is root for each
+    // process that may not be traced.
+    if !is_own(&fs::read_to_string(process.join("status")).unwrap_or_default()) {
+        return false;
+    }
     let mut arguments = Vec::new();
     let file = File::open(process.join("cmdline"));
     let read = file.and_then(|file| file.take(ARGUMENTS).read_to_end(&mut arguments));
     read.is_ok() && arguments.split(|byte| *byte == 0).next() == Some(name.as_bytes())
+}
+
+/// Whether a process with this `status` (proc_pid_status(5)) is of the user of this one, with all of its user ids.
+fn is_own(status: &str) -> bool {
+    let own = geteuid().as_raw().to_string();
+    let ids = status.lines().find_map(|line| line.strip_prefix("Uid:"));
+    ids.is_some_and(|ids| ids.split_whitespace().all(|id| id == own))
 }
 
 fn end(process: &OwnedFd) -> io::Result<()> {
@@ -255,6 +267,14 @@ mod tests {
     use std::{os::unix::fs::PermissionsExt, process::Stdio};
 
     use super::*;
+
+    #[test]
+    fn a_process_of_another_user_is_no_pasta_of_this_one() {
+        let own = geteuid().as_raw();
+        let status =
+            |effective: u32| format!("Name:\tpasta\nUid:\t{own}\t{effective}\t{own}\t{own}\nGid:\t0\n");
+        assert!(is_own(&status(own)) && !is_own(&status(own + 1)) && !is_own("Name:\tpasta\n"));
+    }
 
     #[test]
     fn a_pasta_before_2025_is_told_by_its_help() {
@@ -334,6 +354,7 @@ mod tests {
             is_named(dir.path(), "a")
         };
         fs::write(dir.path().join("cmdline"), "a\0b\0").unwrap();
+        fs::copy("/proc/self/status", dir.path().join("status")).unwrap();
         assert!(with("pasta\n") && with("passt.avx2\n"));
         assert!(!with("sleep\n"));
     }

@@ -2,7 +2,8 @@
 //! the pod: there it would take the memory that the VM was promised.
 
 use std::{
-    fs, io,
+    fs::{self, OpenOptions},
+    io::{self, Write},
     path::{Path, PathBuf},
     thread::sleep,
     time::Duration,
@@ -49,13 +50,19 @@ pub(super) fn limit(root: &Path, id: &str, processes: &[Pid]) -> io::Result<()> 
         fs::write(path.join(file), most).map_err(|error| named(&path.join(file), error))?;
     }
     let procs = path.join("cgroup.procs");
-    processes.iter().try_for_each(|pid| {
-        fs::write(&procs, pid.as_raw_nonzero().to_string()).map_err(|error| named(&procs, error))
-    })
+    let moved =
+        |pid: &Pid| fs::write(&procs, pid.as_raw_nonzero().to_string()).map_err(|error| named(&procs, error));
+    // One that has ended meanwhile keeps no other from its limits.
+    processes.iter().map(moved).fold(Ok(()), io::Result::and)
 }
 
-/// Removes the cgroup of a run, whose processes have ended, if there is one.
+/// Removes the cgroup of a run, whose pasta has ended, if there is one. It ends what else is in it.
 pub(super) fn remove(root: &Path, id: &str) -> io::Result<()> {
+    // Linux before 5.14 has no such file. Then the removal fails if there is a process.
+    let _ = OpenOptions::new()
+        .write(true)
+        .open(path_of(root, id).join("cgroup.kill"))
+        .and_then(|mut kill| kill.write_all(b"1"));
     let mut tries = TRIES;
     loop {
         match fs::remove_dir(path_of(root, id)) {
