@@ -227,6 +227,13 @@ pub(crate) enum Command {
     },
 }
 
+impl Command {
+    /// Whether it shows something until nobody reads it any more.
+    pub(crate) fn is_endless(&self) -> bool {
+        matches!(self, Self::Top { .. } | Self::Events { .. } | Self::Console { .. })
+    }
+}
+
 #[derive(Debug, Subcommand)]
 pub(crate) enum TemplateCommand {
     /// Lists the templates, and how many pods are clones of each.

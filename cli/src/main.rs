@@ -48,6 +48,7 @@ use crate::{
     error::CommandError,
     events::EventOptions,
     logs::LogOptions,
+    output::Shown,
     top::TopOptions,
     trace::TraceOptions,
 };
@@ -64,7 +65,9 @@ fn main() -> ExitCode {
         Ok(arguments) => arguments.command,
         Err(error) => return wrong_line(&error),
     };
-    match run(command, &mut io::stdout().lock(), &mut io::stderr()) {
+    let mut out = Shown::new(io::stdout().lock(), command.is_endless());
+    let status = run(command, &mut out, &mut io::stderr());
+    match status.and_then(|status| out.written().map(|()| status).map_err(CommandError::Output)) {
         Ok(status) => status,
         // The reader of a pipe has seen enough.
         Err(CommandError::Output(error)) if error.kind() == io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,

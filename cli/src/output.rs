@@ -8,6 +8,53 @@ use serde::Serialize;
 /// What an absent value is shown as.
 pub(crate) const NONE: &str = "-";
 
+/// Standard output. That nobody reads it is no reason for a command to stop half-way, and changes nothing about its exit
+/// status. Only an endless command ends then.
+#[derive(Debug)]
+pub(crate) struct Shown<W> {
+    out: W,
+    is_endless: bool,
+    failed: Option<io::Error>,
+}
+
+impl<W: Write> Shown<W> {
+    pub(crate) fn new(out: W, is_endless: bool) -> Self {
+        Self { out, is_endless, failed: None }
+    }
+
+    /// The first error after which the command went on, unless its reader has seen enough.
+    pub(crate) fn written(self) -> io::Result<()> {
+        match self.failed {
+            Some(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error),
+            _ => Ok(()),
+        }
+    }
+
+    /// After the first error, what the command has to say is dropped.
+    fn tried<T>(&mut self, dropped: T, write: impl FnOnce(&mut W) -> io::Result<T>) -> io::Result<T> {
+        if self.failed.is_some() {
+            return Ok(dropped);
+        }
+        match write(&mut self.out) {
+            Err(error) if !self.is_endless && error.kind() != io::ErrorKind::Interrupted => {
+                self.failed = Some(error);
+                Ok(dropped)
+            }
+            other => other,
+        }
+    }
+}
+
+impl<W: Write> Write for Shown<W> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.tried(bytes.len(), |out| out.write(bytes))
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.tried((), W::flush)
+    }
+}
+
 /// Prints `rows` as JSON, or as a table with a line for each.
 pub(crate) fn listing<T: Serialize, const N: usize>(
     out: &mut impl Write,
@@ -120,5 +167,24 @@ mod tests {
             ["0.0 MiB", "1.0 MiB", "1.5 MiB", "17592186044416.0 MiB"]
         );
         assert_eq!([59, 61, 3_661, 90_000].map(age), ["59s", "1m1s", "1h1m", "1d1h"]);
+    }
+
+    #[test]
+    fn only_an_endless_command_ends_when_nobody_reads_it() {
+        let closed = || {
+            let (reader, writer) = io::pipe().unwrap();
+            drop(reader);
+            writer
+        };
+        let mut endless = Shown::new(closed(), true);
+        assert_eq!(writeln!(endless, "a").unwrap_err().kind(), io::ErrorKind::BrokenPipe);
+        let mut other = Shown::new(closed(), false);
+        writeln!(other, "a").and_then(|()| writeln!(other, "b")).and_then(|()| other.flush()).unwrap();
+        other.written().unwrap();
+        // A full disk is an error, but not before everything is done.
+        let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+        let mut other = Shown::new(full, false);
+        writeln!(other, "a").and_then(|()| other.flush()).unwrap();
+        assert_eq!(other.written().unwrap_err().kind(), io::ErrorKind::StorageFull);
     }
 }
