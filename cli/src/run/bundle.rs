@@ -1,6 +1,6 @@
 //! The bundle of a run: config.json (OCI runtime-spec), with the defaults of `runc spec` and docker's capabilities.
 
-use std::{env, fs, path::Path};
+use std::{env, ffi::OsString, fs, path::Path};
 
 use serde_json::{Value, json};
 
@@ -72,14 +72,21 @@ pub(super) fn environment(options: &Options, of_image: &[String]) -> Result<Vec<
         all.push(environment::term());
     }
     if options.env_all {
-        for (name, value) in env::vars_os() {
-            let name = name.to_string_lossy().into_owned();
-            let value = value.into_string().map_err(|_| ProcessError::NotUtf8 { name: name.clone() })?;
-            all.push(format!("{name}={value}"));
-        }
+        all.extend(in_utf8(env::vars_os()));
     }
     environment::add(&mut all, &options.env)?;
     Ok(environment::last_of_each(all))
+}
+
+/// The variables that the program can have: config.json is UTF-8.
+fn in_utf8(all: impl Iterator<Item = (OsString, OsString)>) -> impl Iterator<Item = String> {
+    all.filter_map(|(name, value)| match (name.to_str(), value.to_str()) {
+        (Some(name), Some(value)) => Some(format!("{name}={value}")),
+        _ => {
+            tracing::warn!(variable = %name.display(), "--env-all: the program does not have it, it is not UTF-8");
+            None
+        }
+    })
 }
 
 fn spec(options: &Options, program: &Program) -> Value {
@@ -233,6 +240,14 @@ mod tests {
         assert!(own.len() > 1);
         let error = environment(&options(&["-e", "BULKHEAD_NO_SUCH", "true"]), &[]).unwrap_err().to_string();
         assert!(error.starts_with("--env BULKHEAD_NO_SUCH: this command has no such variable"), "{error}");
+    }
+
+    #[test]
+    fn a_variable_that_is_not_utf8_is_left_out() {
+        use std::os::unix::ffi::OsStringExt;
+        let odd = || OsString::from_vec(vec![b'x', 0xff]);
+        let all = [("A".into(), odd()), (odd(), "1".into()), ("B".into(), "2".into())];
+        assert_eq!(in_utf8(all.into_iter()).collect::<Vec<_>>(), ["B=2"]);
     }
 
     #[test]
