@@ -52,12 +52,14 @@ impl Ending {
     }
 }
 
-/// Copies the streams of a process that has just been started, until it ends. It is killed after the `timeout`.
+/// Copies the streams of a process that has just been started, until it ends. It is killed at the `deadline`, and soon
+/// after that nobody waits for the readers of its output any more. Fails if its output cannot be written, unless its
+/// readers want no more of it.
 pub(crate) async fn follow(
     process: &Process,
     fifos: Fifos,
     tail: &Tail,
-    timeout: Option<Duration>,
+    deadline: Option<Instant>,
     signals: &mut Signals,
 ) -> Result<Ended, ProcessError> {
     let has_terminal = fifos.stderr.is_none();
@@ -79,8 +81,7 @@ pub(crate) async fn follow(
             _ = copied.await;
         }
     });
-    let deadline = timeout.map(|timeout| Instant::now() + timeout);
-    let (mut ending, mut give_up) = (Ending::Running, None);
+    let (mut ending, mut give_up, mut written) = (Ending::Running, None, Ok(()));
     let mut exited = pin!(process.wait());
     let status = loop {
         tokio::select! {
@@ -100,17 +101,20 @@ pub(crate) async fn follow(
                 // An error: the program has ended.
                 _ = process.close_stdin().await;
             }
-            // An error: whoever read the output wants no more of it.
             ended = outputs.next(), if outputs.are_open() => if ended.is_err() {
+                written = written.and(ended);
                 give_up = kill(process, SIGKILL).await;
             },
             _ = resized.recv(), if has_terminal => resize(process).await,
         }
     };
-    // A reader that takes no more does not keep what was to be ended.
-    let until = deadline.filter(|_| ending == Ending::TimedOut).map(|deadline| deadline + KILL_WAIT + DRAIN);
-    outputs.drain(DRAIN, BUFFERED, signals.next(), at(until)).await;
-    Ok(Ended { status, ending })
+    // A reader that takes no more does not keep what has an end.
+    let until = deadline.map(|deadline| deadline.max(Instant::now() + DRAIN));
+    let drained = outputs.drain(DRAIN, BUFFERED, signals.next(), at(until)).await;
+    match written.and(drained) {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(ProcessError::Output(error)),
+        _ => Ok(Ended { status, ending }),
+    }
 }
 
 /// Sends the signal. Returns when to give up waiting for the end, if nothing can outlive the signal.

@@ -22,6 +22,8 @@ pub(crate) enum ProcessError {
     Workdir { path: String },
     #[error("cannot begin")]
     Begin(#[source] io::Error),
+    #[error("cannot write the output of the program, which was therefore killed if it still ran")]
+    Output(#[source] io::Error),
     #[error("the shim does not answer: {reason}")]
     Lost { reason: String },
     #[error("{0}")]

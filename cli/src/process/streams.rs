@@ -18,7 +18,10 @@ use std::{
     time::Duration,
 };
 
-use rustix::fs::{CWD, FileType, Mode, OFlags, fcntl_setfl, mknodat};
+use rustix::{
+    event::{PollFd, PollFlags, poll},
+    fs::{CWD, FileType, Mode, OFlags, fcntl_setfl, mknodat},
+};
 use tokio::sync::{mpsc, oneshot};
 
 /// How much of the output a report has.
@@ -110,7 +113,7 @@ impl Outputs {
 
     /// Copies a stream until the shim closes it. The shim must have opened it.
     pub(crate) fn copy(&mut self, output: Output, to: BorrowedFd<'_>) -> io::Result<()> {
-        let mut to = File::from(to.try_clone_to_owned()?);
+        let to = File::from(to.try_clone_to_owned()?);
         let (sender, tail) = (self.sender.clone(), self.tail.clone());
         let (writing, read) = (Arc::clone(&self.writing), Arc::clone(&self.read));
         self.open += 1;
@@ -119,7 +122,7 @@ impl Outputs {
                 tail.add(bytes);
                 read.fetch_add(bytes.len() as u64, Ordering::Relaxed);
                 writing.fetch_add(1, Ordering::Relaxed);
-                let written = to.write_all(bytes);
+                let written = write_all(&to, bytes);
                 writing.fetch_sub(1, Ordering::Relaxed);
                 written
             };
@@ -145,32 +148,38 @@ impl Outputs {
     /// Waits for the end of all streams, when the program has ended: at most `limit` after the last time that a reader
     /// was waited for. A reader may take its time for what the program has written, until `cancelled` or until it is
     /// `late`. No more than `most` bytes that the program has written are still to be read: what comes beyond them is
-    /// a child's, which is not followed.
+    /// a child's, which is not followed. Returns the first error of writing.
     pub(crate) async fn drain(
         &mut self,
         limit: Duration,
         most: u64,
         cancelled: impl Future,
         late: impl Future,
-    ) {
+    ) -> io::Result<()> {
         let (mut cancelled, mut late) = (pin!(cancelled), pin!(late));
         let before = self.read.load(Ordering::Relaxed);
+        let mut written = Ok(());
         while self.are_open() {
             tokio::select! {
-                // What cannot be written is lost. The program has ended.
-                _ = self.next() => {}
-                _ = &mut cancelled => return,
-                _ = &mut late => return tracing::warn!("the rest of the output is lost: nobody reads it"),
+                ended = self.next() => written = written.and(ended),
+                _ = &mut cancelled => break,
+                _ = &mut late => {
+                    tracing::warn!("the rest of the output is lost: nobody reads it");
+                    break;
+                }
                 () = tokio::time::sleep(limit) => {
                     if self.writing.load(Ordering::Relaxed) == 0 {
-                        return tracing::warn!("the rest of the output is lost: its end does not come");
+                        tracing::warn!("the rest of the output is lost: its end does not come");
+                        break;
                     }
                     if self.read.load(Ordering::Relaxed) - before > most {
-                        return tracing::warn!("the program has ended, and its child writes on: the rest is lost");
+                        tracing::warn!("the program has ended, and its child writes on: the rest is lost");
+                        break;
                     }
                 }
             }
         }
+        written
     }
 }
 
@@ -184,7 +193,7 @@ pub(crate) fn copy_input(fifo: PathBuf) -> io::Result<oneshot::Receiver<()>> {
         let opened = OpenOptions::new().write(true).open(fifo);
         // An error means that the program reads no more, or that standard input is closed. For the program this is
         // the end in both cases.
-        _ = opened.and_then(|mut fifo| copy(input, |bytes| fifo.write_all(bytes)));
+        _ = opened.and_then(|fifo| copy(input, |bytes| write_all(&fifo, bytes)));
         _ = sender.send(());
     });
     Ok(receiver)
@@ -195,12 +204,37 @@ fn copy(mut from: File, mut write: impl FnMut(&[u8]) -> io::Result<()>) -> io::R
     loop {
         let length = match from.read(&mut buffer) {
             Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
+                wait_for(&from, PollFlags::IN)?;
+                continue;
+            }
             other => other?,
         };
         match buffer.get(..length) {
             None | Some([]) => return Ok(()),
             Some(bytes) => write(bytes)?,
         }
+    }
+}
+
+fn write_all(mut to: &File, mut bytes: &[u8]) -> io::Result<()> {
+    while !bytes.is_empty() {
+        match to.write(bytes) {
+            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+            Ok(length) => bytes = bytes.get(length..).unwrap_or_default(),
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => wait_for(to, PollFlags::OUT)?,
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(())
+}
+
+/// Waits for a stream that does not block. This command has not asked for that: whoever shares the stream with it has.
+fn wait_for(stream: &File, event: PollFlags) -> io::Result<()> {
+    match poll(&mut [PollFd::new(stream, event)], None) {
+        Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+        Err(errno) => Err(errno.into()),
     }
 }
 
@@ -262,7 +296,7 @@ mod tests {
             read
         });
         let never = std::future::pending::<()>;
-        outputs.drain(limit, bytes.len() as u64, never(), never()).await;
+        outputs.drain(limit, bytes.len() as u64, never(), never()).await.unwrap();
         assert!(!outputs.are_open());
         shim.join().unwrap();
         assert_eq!(read.join().unwrap(), bytes);
@@ -274,5 +308,57 @@ mod tests {
         drop(reader);
         let error = written(b"x", &to).await.unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::BrokenPipe);
+    }
+
+    #[tokio::test]
+    async fn output_that_cannot_be_written_is_an_error_also_after_the_end_of_the_program() {
+        let dir = tempfile::tempdir().unwrap();
+        let fifos = Fifos::make(dir.path(), false, true).unwrap();
+        let mut shim = OpenOptions::new().write(true).open(&fifos.stdout.path).unwrap();
+        let full = OpenOptions::new().write(true).open("/dev/full").unwrap();
+        let mut outputs = Outputs::new(Tail::default());
+        outputs.copy(fifos.stdout, full.as_fd()).unwrap();
+        shim.write_all(b"x").unwrap();
+        drop(shim);
+        let never = std::future::pending::<()>;
+        let limit = Duration::from_secs(60);
+        let error = outputs.drain(limit, u64::MAX, never(), never()).await.unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::StorageFull);
+    }
+
+    #[tokio::test]
+    async fn a_slow_reader_of_a_pipe_that_does_not_block_gets_everything() {
+        let bytes = vec![b'x'; 300_000];
+        let (mut reader, to) = io::pipe().unwrap();
+        fcntl_setfl(&to, OFlags::NONBLOCK).unwrap();
+        let read = thread::spawn(move || {
+            thread::sleep(Duration::from_millis(50));
+            let mut read = Vec::new();
+            reader.read_to_end(&mut read).unwrap();
+            read
+        });
+        let written = written(&bytes, &to).await;
+        drop(to);
+        written.unwrap();
+        assert_eq!(read.join().unwrap(), bytes);
+    }
+
+    #[test]
+    fn input_that_does_not_block_ends_when_its_writer_ends_it() {
+        let (from, mut writer) = io::pipe().unwrap();
+        fcntl_setfl(&from, OFlags::NONBLOCK).unwrap();
+        let write = thread::spawn(move || {
+            thread::sleep(Duration::from_millis(50));
+            writer.write_all(b"late").unwrap();
+        });
+        let mut came = Vec::new();
+        let from = File::from(std::os::fd::OwnedFd::from(from));
+        copy(from, |bytes| {
+            came.extend_from_slice(bytes);
+            Ok(())
+        })
+        .unwrap();
+        write.join().unwrap();
+        assert_eq!(came, b"late");
     }
 }

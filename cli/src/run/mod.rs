@@ -271,7 +271,8 @@ async fn follow(
         signal = signals.next() => return Err(interrupted(signal).into()),
         started = shim.process().start() => started?,
     }
-    let ended = attached::follow(shim.process(), fifos, tail, options.timeout, signals).await?;
+    let deadline = options.timeout.map(|timeout| tokio::time::Instant::now() + timeout);
+    let ended = attached::follow(shim.process(), fifos, tail, deadline, signals).await?;
     let Ended { status, ending } = ended;
     if status == Some(KILLED) && ending == Ending::Running && shim.has_no_vm() {
         return Err(RunError::VmEnded);
