@@ -50,7 +50,7 @@ pub(crate) fn gc(
 
 /// What killed commands have left, with the error of each that stays.
 fn of_commands<E: Error + 'static>(
-    left: Vec<(PathBuf, Result<(), E>)>,
+    left: impl IntoIterator<Item = (PathBuf, Result<(), E>)>,
     reason: &'static str,
 ) -> impl Iterator<Item = Removed> {
     left.into_iter().map(move |(path, removed)| Removed {

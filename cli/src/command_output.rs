@@ -4,6 +4,7 @@ use std::{
     collections::VecDeque,
     fs::File,
     io::{self, BufRead, BufReader, Read, Write},
+    os::unix::process::CommandExt,
     process::{ChildStdout, Command, Stdio},
     sync::mpsc,
     thread,
@@ -18,6 +19,9 @@ const MOST: u64 = 16 << 20;
 
 /// The longest line that is read in one piece.
 const LONGEST_LINE: u64 = 64 << 10;
+
+/// How long after its limit a program that was killed may take to end. One that hangs in the host's kernel goes on.
+const KILLED: Duration = Duration::from_secs(1);
 
 /// How often a program that has closed its output is asked whether it has ended.
 const PAUSE: Duration = Duration::from_millis(5);
@@ -34,25 +38,36 @@ fn output_within(program: &str, arguments: &[&str], limit: Duration) -> io::Resu
 }
 
 /// Runs a command, which reads `input`, and returns its standard output. It fails as [`output`] does.
-pub(crate) fn answer(command: Command, input: &[u8], limit: Duration) -> io::Result<String> {
-    answer_and_tell(command, input, limit, || ())
+pub(crate) fn answer(mut command: Command, input: &[u8], limit: Duration) -> io::Result<String> {
+    command.stdin(stdin_for(input));
+    answer_as_it_is(command, input, limit, |_| ())
 }
 
-/// The same. Calls `started` when the command has been started.
+/// The same for a command that this one ends in its own way. So the keys of a terminal do not end it: it has a process
+/// group of its own. Calls `started` with its pid when it has been started. That is not yet another process's then.
 pub(crate) fn answer_and_tell(
     mut command: Command,
     input: &[u8],
     limit: Duration,
-    started: impl FnOnce(),
+    started: impl FnOnce(u32) + Send + 'static,
 ) -> io::Result<String> {
-    command.stdin(if input.is_empty() { Stdio::null() } else { Stdio::piped() });
+    command.stdin(stdin_for(input)).process_group(0);
     answer_as_it_is(command, input, limit, started)
 }
 
-/// Runs a command, which has this file as its standard input. It fails as [`output`] does.
-pub(crate) fn answer_on(mut command: Command, stdin: File, limit: Duration) -> io::Result<String> {
-    command.stdin(stdin);
-    answer_as_it_is(command, &[], limit, || ())
+/// [`answer_and_tell`] for a command that has this file as its standard input.
+pub(crate) fn answer_on(
+    mut command: Command,
+    stdin: File,
+    limit: Duration,
+    started: impl FnOnce(u32) + Send + 'static,
+) -> io::Result<String> {
+    command.stdin(stdin).process_group(0);
+    answer_as_it_is(command, &[], limit, started)
+}
+
+fn stdin_for(input: &[u8]) -> Stdio {
+    if input.is_empty() { Stdio::null() } else { Stdio::piped() }
 }
 
 /// [`answer`] for a command whose standard input is set already.
@@ -60,7 +75,7 @@ fn answer_as_it_is(
     command: Command,
     input: &[u8],
     limit: Duration,
-    started: impl FnOnce(),
+    started: impl FnOnce(u32) + Send + 'static,
 ) -> io::Result<String> {
     let text = read_by(command, input, limit, started, |stdout| {
         let mut text = Vec::new();
@@ -78,7 +93,7 @@ pub(crate) fn last_lines(
 ) -> io::Result<Vec<String>> {
     let mut command = Command::new(program);
     command.args(arguments).stdin(Stdio::null()).stderr(Stdio::null());
-    read_by(command, &[], LIMIT, || (), move |stdout| last_of(BufReader::new(stdout), most, is_wanted))
+    read_by(command, &[], LIMIT, |_| (), move |stdout| last_of(BufReader::new(stdout), most, is_wanted))
 }
 
 /// The last lines of a text that are wanted. Only the beginning of a long line is looked at and taken: what comes later
@@ -106,24 +121,56 @@ pub(crate) fn last_of(
     }
 }
 
+/// Does something in a thread. None: it has not ended within the limit, and its thread is left alone. Nothing ends a
+/// process or a thread that waits in the host's kernel, for example for a disk.
+pub(crate) fn within<T: Send + 'static>(
+    limit: Duration,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> io::Result<Option<T>> {
+    let (sender, receiver) = mpsc::channel();
+    thread::Builder::new().spawn(move || {
+        // Nobody receives it after the limit.
+        _ = sender.send(work());
+    })?;
+    Ok(receiver.recv_timeout(limit).ok())
+}
+
 /// Runs a command, which reads `input` if its standard input is a pipe, and returns what `read` makes of its standard
 /// output. Calls `started` when the program has been started.
 fn read_by<T: Send + 'static>(
-    mut command: Command,
+    command: Command,
     input: &[u8],
     limit: Duration,
-    started: impl FnOnce(),
+    started: impl FnOnce(u32) + Send + 'static,
+    read: impl FnOnce(ChildStdout) -> io::Result<T> + Send + 'static,
+) -> io::Result<T> {
+    let late = late(&command, limit);
+    let input = input.to_vec();
+    // The start of a program whose file is on a disk that hangs does not end either.
+    let ended = within(limit + KILLED, move || run(command, input, limit, started, read))?;
+    ended.unwrap_or(Err(late))
+}
+
+fn late(command: &Command, limit: Duration) -> io::Error {
+    let program = command.get_program().to_string_lossy();
+    io::Error::new(io::ErrorKind::TimedOut, format!("{program} has not ended within {limit:?}"))
+}
+
+/// [`read_by`] for a program that ends when it is killed.
+fn run<T: Send + 'static>(
+    mut command: Command,
+    input: Vec<u8>,
+    limit: Duration,
+    started: impl FnOnce(u32),
     read: impl FnOnce(ChildStdout) -> io::Result<T> + Send + 'static,
 ) -> io::Result<T> {
     let begun = Instant::now();
-    let program = command.get_program().to_string_lossy().into_owned();
     command.stdout(Stdio::piped());
     let mut child = command.spawn()?;
-    started();
+    started(child.id());
     let stdin = child.stdin.take();
     let stdout = child.stdout.take().ok_or(io::ErrorKind::BrokenPipe)?;
     let (sender, receiver) = mpsc::channel();
-    let input = input.to_vec();
     // The thread ends with the output, or with this command.
     thread::spawn(move || {
         // A program that does not read its input says why by its status.
@@ -131,9 +178,7 @@ fn read_by<T: Send + 'static>(
         // Nobody receives it after the limit.
         let _ = sender.send(read(stdout));
     });
-    let late =
-        || io::Error::new(io::ErrorKind::TimedOut, format!("{program} has not ended within {limit:?}"));
-    let text = receiver.recv_timeout(limit).map_err(|_| late());
+    let text = receiver.recv_timeout(limit).map_err(|_| late(&command, limit));
     let status = loop {
         match child.try_wait()? {
             Some(status) => break Some(status),
@@ -144,10 +189,10 @@ fn read_by<T: Send + 'static>(
     let Some(status) = status else {
         child.kill()?;
         child.wait()?;
-        return Err(late());
+        return Err(late(&command, limit));
     };
     if !status.success() {
-        return Err(io::Error::other(format!("{program}: {status}")));
+        return Err(io::Error::other(format!("{}: {status}", command.get_program().to_string_lossy())));
     }
     text?
 }
@@ -161,7 +206,7 @@ mod tests {
         assert_eq!(output("echo", &["hello"]).unwrap(), "hello\n");
         assert_eq!(answer(Command::new("cat"), b"input", LIMIT).unwrap(), "input");
         let stdin = File::open("/proc/self/comm").unwrap();
-        assert!(answer_on(Command::new("cat"), stdin, LIMIT).unwrap().ends_with('\n'));
+        assert!(answer_on(Command::new("cat"), stdin, LIMIT, |_| ()).unwrap().ends_with('\n'));
         let lines =
             |most| last_lines("printf", &["a1\\nb\\na2\\na3"], most, |line| line.starts_with('a')).unwrap();
         assert_eq!(
@@ -179,5 +224,34 @@ mod tests {
         let deaf = output_within("sh", &["-c", "exec >&-; sleep 60"], Duration::from_millis(50)).unwrap_err();
         assert_eq!(deaf.kind(), io::ErrorKind::TimedOut);
         assert!(begun.elapsed() < Duration::from_secs(30));
+    }
+
+    #[test]
+    fn what_hangs_in_the_kernel_is_left_alone() {
+        assert_eq!(within(LIMIT, || 7).unwrap(), Some(7));
+        let (never, ends) = mpsc::channel::<()>();
+        let begun = Instant::now();
+        assert_eq!(within(Duration::from_millis(20), move || ends.recv()).unwrap(), None);
+        assert!(begun.elapsed() < Duration::from_secs(30));
+        drop(never);
+    }
+
+    /// A terminal sends the signals of its keys to a process group.
+    #[test]
+    fn a_command_that_is_ended_in_order_has_a_process_group_of_its_own() {
+        let command = || {
+            let mut command = Command::new("sh");
+            command.args(["-c", "read -r pid name state parent group rest < /proc/$$/stat; echo $group $$"]);
+            command
+        };
+        let is_own = |answer: io::Result<String>| {
+            let answer = answer.unwrap();
+            let (group, pid) = answer.trim().split_once(' ').unwrap();
+            group == pid
+        };
+        assert!(is_own(answer_and_tell(command(), &[], LIMIT, |_| ())));
+        assert!(is_own(answer_on(command(), File::open("/dev/null").unwrap(), LIMIT, |_| ())));
+        // The keys end this command, and with it what it only asks.
+        assert!(!is_own(answer(command(), &[], LIMIT)));
     }
 }

@@ -125,7 +125,7 @@ fn run(command: Command, out: &mut impl Write, errors: &mut impl Write) -> Resul
             return Ok(status(check::is_fit(&findings)));
         }
         Command::Gc { dry_run, format } => return Ok(status(cleanup::gc(out, root, dry_run, format.json)?)),
-        Command::Run(options) => return Ok(run::main(&options)),
+        Command::Run(options) => return Ok(run::main(*options)),
         Command::Exec(options) => return Ok(exec::main(&options, root)),
         Command::Ps { format } => listings::ps(out, errors, root, format.json)?,
         Command::Top { every, once, format } => {

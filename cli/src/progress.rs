@@ -3,6 +3,7 @@
 
 use std::{
     io::{self, Read, Write},
+    os::fd::{AsFd, BorrowedFd},
     sync::{
         Arc, LazyLock, Mutex, PoisonError,
         atomic::{AtomicU64, Ordering},
@@ -14,12 +15,16 @@ use std::{
 
 use bulkhead_host_shim::operator::one_line;
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 /// What is done before this time shows nothing.
 const DELAY: Duration = Duration::from_millis(700);
 
 /// Pause between two looks at how far it is.
 const TICK: Duration = Duration::from_millis(100);
+
+/// How long a reader of stderr may take until it takes a message.
+const TAKEN: Duration = Duration::from_secs(5);
 
 /// What is shown with and without a known end.
 const BYTES: &str = "[{bar:20}] {bytes} of {total_bytes}  {elapsed_precise}  {wide_msg}";
@@ -158,17 +163,27 @@ pub(crate) fn apart<T>(print: impl FnOnce() -> T) -> T {
     BARS.suspend(print)
 }
 
-/// stderr for messages that may come while something is shown.
+/// stderr for messages that may come while something is shown. A message that nobody takes is dropped: it must not keep
+/// a command that has a deadline.
 pub(crate) struct Stderr;
 
 impl Write for Stderr {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if !takes_more(io::stderr().as_fd(), TAKEN) {
+            return Ok(bytes.len());
+        }
         apart(|| io::stderr().write(bytes))
     }
 
     fn flush(&mut self) -> io::Result<()> {
         io::stderr().flush()
     }
+}
+
+/// Whether a write does not block, or does not within this time. What cannot be waited for takes it.
+fn takes_more(to: BorrowedFd<'_>, within: Duration) -> bool {
+    let limit = Timespec::try_from(within).unwrap_or_default();
+    poll(&mut [PollFd::from_borrowed_fd(to, PollFlags::OUT)], Some(&limit)) != Ok(0)
 }
 
 /// Counts what is read.
@@ -215,5 +230,17 @@ mod tests {
         for template in [BYTES, BYTES_WITHOUT_END, ITEMS, ITEMS_WITHOUT_END] {
             assert!(ProgressStyle::with_template(template).is_ok(), "{template}");
         }
+    }
+
+    #[test]
+    fn a_reader_that_takes_nothing_is_not_waited_for_for_ever() {
+        let (reader, mut writer) = io::pipe().unwrap();
+        let within = Duration::from_millis(10);
+        assert!(takes_more(writer.as_fd(), within));
+        writer.write_all(&vec![b'x'; 64 << 10]).unwrap();
+        assert!(!takes_more(writer.as_fd(), within));
+        // The write says that nobody reads it.
+        drop(reader);
+        assert!(takes_more(writer.as_fd(), within));
     }
 }

@@ -9,7 +9,7 @@ mod target;
 mod tests;
 
 use std::{
-    io::{self, Write},
+    io::Write,
     path::{Path, PathBuf},
     pin::pin,
     process::ExitCode,
@@ -30,6 +30,7 @@ use crate::process::{
     streams::{Fifos, Tail},
     terminal,
 };
+use crate::progress;
 
 pub(crate) use self::{
     directory::{ROOT, leftovers},
@@ -48,7 +49,7 @@ pub(crate) fn main(options: &Options, root: &Path) -> ExitCode {
         Ok(status) => status.into(),
         Err(error) => {
             // If stderr is closed, nobody reads it.
-            _ = writeln!(io::stderr(), "bulkhead: {}", chain(&error));
+            _ = progress::Stderr.write_all(format!("bulkhead: {}\n", chain(&error)).as_bytes());
             error.status().into()
         }
     }

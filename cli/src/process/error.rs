@@ -20,6 +20,10 @@ pub(crate) enum ProcessError {
     User { user: String, reason: String },
     #[error("the working directory {path:?} is not absolute (--workdir)")]
     Workdir { path: String },
+    #[error(
+        "the current directory cannot be the program's working directory: {reason}; name another (--workdir)"
+    )]
+    CurrentDirectory { reason: String },
     #[error("cannot begin")]
     Begin(#[source] io::Error),
     #[error("cannot write the output of the program, which was therefore killed if it still ran")]

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 /// The exit status after --timeout, as of timeout(1).
-const TIMED_OUT: u8 = 124;
+pub(super) const TIMED_OUT: u8 = 124;
 
 /// How the program of a run has ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

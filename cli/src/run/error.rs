@@ -1,12 +1,12 @@
 //! Why a program did not run.
 
-use std::{io, path::PathBuf};
+use std::{io, path::PathBuf, time::Duration};
 
 use bulkhead_host_shim::operator::ConfigError;
 
 use crate::{
     process::{FAILED, ProcessError},
-    run::{image::ImageError, unpack::UnpackError},
+    run::{end::TIMED_OUT, image::ImageError, unpack::UnpackError},
 };
 
 /// Why `bulkhead run` has failed before, or instead of, the program.
@@ -52,6 +52,8 @@ pub(crate) enum RunError {
         "cannot start containerd-shim-bulkhead-v2, which must be beside this program or in PATH; install the package \
          of Bulkhead"
     )]
+    NoShim(#[source] io::Error),
+    #[error("containerd-shim-bulkhead-v2 has failed, and did not say why")]
     Shim(#[source] io::Error),
     #[error("the shim has answered {answer:?}, which is no address")]
     Address { answer: String },
@@ -60,13 +62,16 @@ pub(crate) enum RunError {
          memory"
     )]
     VmEnded,
+    #[error("the program did not run: {after:?} were over before (--timeout)")]
+    Late { after: Duration },
 }
 
 impl RunError {
-    /// The exit status: 126 or 127 if there is no such program, as of a shell.
+    /// The exit status: 126 or 127 if there is no such program, as of a shell, and 124 if it was too late for it.
     pub(super) fn status(&self) -> u8 {
         match self {
             Self::Process(error) => error.status(),
+            Self::Late { .. } => TIMED_OUT,
             _ => FAILED,
         }
     }

@@ -10,6 +10,7 @@ mod end;
 mod error;
 mod image;
 mod junit;
+mod limits;
 pub(crate) mod nat;
 mod options;
 mod root;
@@ -22,11 +23,12 @@ use std::{
     io::{self, Write},
     path::{Path, PathBuf},
     process::ExitCode,
+    sync::{Arc, atomic::Ordering},
     time::{Duration, Instant},
 };
 
 use bulkhead_host_shim::operator::{CONFIG_PATH, Config, chain};
-use tokio::time::sleep_until;
+use tokio::task::spawn_blocking;
 
 use self::{
     bundle::Program,
@@ -34,6 +36,7 @@ use self::{
     end::End,
     error::RunError,
     junit::Report,
+    limits::{Deadline, Helper, Limits},
     options::Network,
     root::{Root, Source},
     shim::Shim,
@@ -43,12 +46,12 @@ use crate::process::{
     FAILED, ProcessError,
     attached::{self, Ended, Ending},
     runtime,
-    signals::{KILLED, Signals, interrupted},
+    signals::{KILLED, Signals},
     streams::{Fifos, Tail},
     terminal,
     user::User,
 };
-use crate::progress::{Progress, Unit};
+use crate::progress::{self, Progress, Unit};
 
 pub(crate) use self::options::Options;
 
@@ -56,12 +59,13 @@ pub(crate) use self::options::Options;
 const LEFTOVERS: Duration = Duration::from_secs(5);
 
 /// Runs the program and returns its exit status, or 124 to 127.
-pub(crate) fn main(options: &Options) -> ExitCode {
+pub(crate) fn main(options: Options) -> ExitCode {
     let begun = Instant::now();
+    let options = Arc::new(options);
     let tail = Tail::default();
     let report = options.junit.as_deref().map(Report::create).transpose();
     let (report, result) = match report {
-        Ok(report) => (report, execute(options, &tail)),
+        Ok(report) => (report, execute(&options, begun, &tail)),
         Err(error) => (None, Err(error)),
     };
     match &result {
@@ -86,25 +90,25 @@ pub(crate) fn main(options: &Options) -> ExitCode {
 
 fn say(text: &str) {
     // If stderr is closed, nobody reads it.
-    _ = writeln!(io::stderr(), "bulkhead: {text}");
+    _ = progress::Stderr.write_all(format!("bulkhead: {text}\n").as_bytes());
 }
 
-fn execute(options: &Options, tail: &Tail) -> Result<End, RunError> {
+fn execute(options: &Arc<Options>, begun: Instant, tail: &Tail) -> Result<End, RunError> {
     if options.tty {
         terminal::check()?;
     }
-    if options.network == Network::Nat {
-        nat::check()?;
-    }
-    let source = Source::find(options)?;
     let runtime = runtime()?;
     let ended = runtime.block_on(async {
-        // What hangs there does not hold this run up.
-        let leftovers = tokio::task::spawn_blocking(remove_leftovers);
         // From now on, none of these signals ends this command before the directory is removed.
-        let mut signals = Signals::catch()?;
+        let signals = Signals::catch()?;
+        let deadline = options.timeout.and_then(|after| Deadline::new(begun, after));
+        let mut limits = Limits { signals, deadline };
+        let its = Arc::clone(options);
+        let source = limits.wait(in_thread(move || find(&its))).await??;
+        // What hangs there does not hold this run up.
+        let leftovers = spawn_blocking(remove_leftovers);
         let directory = RunDirectory::create()?;
-        let ended = run_in(&directory, options, source, tail, &mut signals).await;
+        let ended = run_in(&directory, options, source, tail, &mut limits).await;
         let removed = directory.remove();
         // The program has its result all the same.
         removed.unwrap_or_else(|error| say(&chain(&error)));
@@ -114,6 +118,22 @@ fn execute(options: &Options, tail: &Tail) -> Result<End, RunError> {
     // Threads that read the terminal or an archive, or remove leftovers, are not waited for.
     runtime.shutdown_background();
     ended
+}
+
+/// Looks at what the options name. What is named may be a pipe that nobody writes to.
+fn find(options: &Options) -> Result<Source, RunError> {
+    if options.network == Network::Nat {
+        nat::check()?;
+    }
+    Source::find(options)
+}
+
+/// Does what blocks, while this thread handles signals and deadlines.
+async fn in_thread<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, RunError> + Send + 'static,
+) -> Result<T, RunError> {
+    // An error: it has panicked.
+    spawn_blocking(work).await.map_err(|error| ProcessError::Begin(io::Error::other(error)))?
 }
 
 fn remove_leftovers() {
@@ -132,49 +152,33 @@ async fn run_in(
     options: &Options,
     source: Source,
     tail: &Tail,
-    signals: &mut Signals,
+    limits: &mut Limits,
 ) -> Result<End, RunError> {
     let config =
         options.kernel.as_deref().map(|kernel| configuration(directory.path(), kernel)).transpose()?;
     let layer = directory.mount_layer(options.scratch)?;
     let bytes = options.scratch;
-    let deadline =
-        options.timeout.map(|after| (tokio::time::Instant::now() + after, End::TimedOut { after }));
     // An archive may be long, and come from a pipe.
     let unpacking = Progress::begin(&source.work(), Unit::Bytes);
     let count = unpacking.count().clone();
-    let prepared = tokio::task::spawn_blocking(move || source.prepare(&layer, bytes, &count));
-    let root = tokio::select! {
-        biased;
-        signal = signals.next() => return Err(interrupted(signal).into()),
-        end = late(deadline) => return Ok(end),
-        root = prepared => root.map_err(|error| ProcessError::Begin(io::Error::other(error)))??,
-    };
+    let root = limits.wait(in_thread(move || source.prepare(&layer, bytes, &count))).await??;
     drop(unpacking);
     bundle::write(directory.path(), options, &program(directory, options, &root)?)?;
     let fifos = Fifos::make(directory.path(), true, options.tty)
         .map_err(|source| RunError::Prepare { path: directory.path().into(), source })?;
     let starting = Progress::begin("starting the microVM", Unit::Items);
-    let started = || directory.has_shim.set(true);
-    let shim = Shim::start(directory.id(), directory.path(), config.as_deref(), started).await?;
+    let shim = start(directory, config.as_deref(), limits).await?;
     let ended = async {
-        let turn = tokio::select! {
-            biased;
-            signal = signals.next() => return Err(interrupted(signal).into()),
-            turn = Turn::take(directory.path()) => turn,
-        };
-        let vmm = tokio::select! {
-            biased;
-            signal = signals.next() => return Err(interrupted(signal).into()),
-            created = shim.create(directory.path(), root.mount, &fifos) => created?,
-        };
+        let turn = limits.wait(Turn::take(directory.path())).await?;
+        let vmm = limits.wait(shim.create(directory.path(), root.mount, &fifos)).await??;
         drop(turn);
         if options.network == Network::Nat {
-            connect(directory, &shim, vmm).await?;
+            connect(directory, &shim, vmm, limits).await?;
         }
         // From here on, the terminal belongs to the program.
         drop(starting);
-        follow(&shim, options, fifos, tail, signals).await
+        limits.wait(shim.process().start()).await??;
+        follow(&shim, fifos, tail, limits).await
     };
     let mut end = match ended.await {
         Ok(end) => end,
@@ -185,7 +189,7 @@ async fn run_in(
         }
     };
     match shim.end().await {
-        Ok(()) => directory.has_shim.set(false),
+        Ok(()) => directory.has_shim.store(false, Ordering::Relaxed),
         Err(error) => tracing::warn!(error = chain(&error), "the shim is killed"),
     }
     // Its last events have come.
@@ -195,17 +199,46 @@ async fn run_in(
     Ok(end)
 }
 
-/// Connects the network namespace of a VMM. Signals are handled only afterwards: whoever ends the run must find the
-/// pasta that this starts.
-async fn connect(directory: &RunDirectory, shim: &Shim, vmm: u32) -> Result<(), RunError> {
+async fn start(
+    directory: &RunDirectory,
+    config: Option<&Path>,
+    limits: &mut Limits,
+) -> Result<Shim, RunError> {
+    let helper = Helper::default();
+    let (its, has_shim) = (helper.clone(), Arc::clone(&directory.has_shim));
+    let started = move |pid| {
+        has_shim.store(true, Ordering::Relaxed);
+        its.begin(pid);
+    };
+    match limits.wait_for(&helper, Shim::start(directory.id(), directory.path(), config, started)).await {
+        Ok(shim) => shim,
+        Err((error, shim)) => {
+            if let Some(Ok(shim)) = shim {
+                // It has no container, so `delete` does not know it.
+                _ = shim.shut_down().await;
+            }
+            Err(error)
+        }
+    }
+}
+
+/// Connects the network namespace of a VMM. Whoever ends the run must find the pasta that this starts.
+async fn connect(
+    directory: &RunDirectory,
+    shim: &Shim,
+    vmm: u32,
+    limits: &mut Limits,
+) -> Result<(), RunError> {
     let netns = nat::netns_of(vmm)?;
     // Its pid was still its own when the namespace was opened.
     if shim.has_no_vm() {
         return Err(RunError::VmEnded);
     }
     let (path, id) = (directory.path().to_owned(), directory.id().to_owned());
-    let connected = tokio::task::spawn_blocking(move || nat::connect(&path, &id, netns));
-    connected.await.map_err(|error| ProcessError::Begin(io::Error::other(error)))??;
+    let helper = Helper::default();
+    let its = helper.clone();
+    let connected = in_thread(move || nat::connect(&path, &id, netns, move |pid| its.begin(pid)));
+    limits.wait_for(&helper, connected).await.map_err(|(error, _)| error)??;
     if shim.has_no_vm() { Err(RunError::VmEnded) } else { Ok(()) }
 }
 
@@ -220,7 +253,7 @@ fn program(directory: &RunDirectory, options: &Options, root: &Root) -> Result<P
     }
     let workdir = match &options.workdir {
         Some(path) => path.clone(),
-        None if root.is_hosts => env::current_dir().unwrap_or_default().display().to_string(),
+        None if root.is_hosts => text_of(env::current_dir())?,
         None if image.working_dir.is_empty() => "/".into(),
         None => image.working_dir.clone(),
     };
@@ -236,6 +269,13 @@ fn program(directory: &RunDirectory, options: &Options, root: &Root) -> Result<P
         user: user.map_or(Ok(User::default()), |user| User::find(user, &root.directory))?,
         hostname: directory.id().into(),
     })
+}
+
+/// The current directory, unless it was removed.
+fn text_of(current: io::Result<PathBuf>) -> Result<String, ProcessError> {
+    let failed = |reason| ProcessError::CurrentDirectory { reason };
+    let path = current.map_err(|error| failed(error.to_string()))?.into_os_string();
+    path.into_string().map_err(|path| failed(format!("{} is not UTF-8", path.display())))
 }
 
 /// Writes the configuration that is in force, with another kernel, and returns its path.
@@ -258,39 +298,35 @@ fn configuration(bundle: &Path, kernel: &Path) -> Result<PathBuf, RunError> {
     Ok(path)
 }
 
-/// Starts the program, and copies its streams until it ends.
-async fn follow(
-    shim: &Shim,
-    options: &Options,
-    fifos: Fifos,
-    tail: &Tail,
-    signals: &mut Signals,
-) -> Result<End, RunError> {
-    tokio::select! {
-        biased;
-        signal = signals.next() => return Err(interrupted(signal).into()),
-        started = shim.process().start() => started?,
-    }
-    let deadline = options.timeout.map(|timeout| tokio::time::Instant::now() + timeout);
-    let ended = attached::follow(shim.process(), fifos, tail, deadline, signals).await?;
+/// Copies the streams of the program until it ends.
+async fn follow(shim: &Shim, fifos: Fifos, tail: &Tail, limits: &mut Limits) -> Result<End, RunError> {
+    let deadline = limits.deadline;
+    let at = deadline.map(|deadline| deadline.at);
+    let ended = attached::follow(shim.process(), fifos, tail, at, &mut limits.signals).await?;
     let Ended { status, ending } = ended;
     if status == Some(KILLED) && ending == Ending::Running && shim.has_no_vm() {
         return Err(RunError::VmEnded);
     }
-    match (status, options.timeout.filter(|_| ending == Ending::TimedOut)) {
-        (_, Some(after)) => Ok(End::TimedOut { after }),
+    match (status, deadline.filter(|_| ending == Ending::TimedOut)) {
+        (_, Some(Deadline { after, .. })) => Ok(End::TimedOut { after }),
         (Some(status), None) => Ok(End::Exited { status, is_oom: false }),
         (None, None) => Ok(End::Exited { status: KILLED, is_oom: false }),
     }
 }
 
-/// Returns how the run ends, when it is late.
-async fn late(deadline: Option<(tokio::time::Instant, End)>) -> End {
-    match deadline {
-        Some((time, end)) => {
-            sleep_until(time).await;
-            end
-        }
-        None => std::future::pending().await,
+#[cfg(test)]
+mod tests {
+    use std::os::unix::ffi::OsStringExt;
+
+    use super::*;
+
+    #[test]
+    fn a_current_directory_that_cannot_be_named_is_no_working_directory() {
+        assert_eq!(text_of(Ok("/srv".into())).unwrap(), "/srv");
+        let error = text_of(Err(io::ErrorKind::NotFound.into())).unwrap_err().to_string();
+        assert!(error.contains("current directory") && error.contains("--workdir"), "{error}");
+        let path = std::ffi::OsString::from_vec(b"/srv/\xff".to_vec()).into();
+        let error = text_of(Ok(path)).unwrap_err().to_string();
+        assert!(error.contains("/srv/\u{fffd} is not UTF-8"), "{error}");
     }
 }

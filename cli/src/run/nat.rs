@@ -47,6 +47,12 @@ const MESSAGES: &str = "pasta-stderr";
 const READY: Duration = Duration::from_secs(20);
 const END: Duration = Duration::from_secs(5);
 
+/// How long it may take to find a pasta among the processes of the host.
+const FIND: Duration = Duration::from_secs(10);
+
+/// What the name of the process begins with: that of pasta's file, which may be a link to passt.
+const NAMES: [&str; 2] = ["pasta", "passt"];
+
 /// How much of a command line is read.
 const ARGUMENTS: u64 = 4096;
 
@@ -120,20 +126,29 @@ pub(super) fn netns_of(vmm: u32) -> Result<File, RunError> {
     }
 }
 
-/// Connects the network namespace of a VMM to the host's network. Blocks.
-pub(super) fn connect(directory: &Path, id: &str, netns: File) -> Result<(), RunError> {
+/// Connects the network namespace of a VMM to the host's network. Calls `started` with the pid of the pasta that does
+/// it. Blocks.
+pub(super) fn connect(
+    directory: &Path,
+    id: &str,
+    netns: File,
+    started: impl FnOnce(u32) + Send + 'static,
+) -> Result<(), RunError> {
     let messages = directory.join(MESSAGES);
     let stderr =
         File::create(&messages).map_err(|source| RunError::Prepare { path: messages.clone(), source })?;
     let mut command = pasta_command(id);
     command.stderr(stderr);
     // The command ends when the interface is there: pasta goes on in the background.
-    command_output::answer_on(command, netns, READY).map(drop).map_err(|error| {
+    command_output::answer_on(command, netns, READY, started).map(drop).map_err(|error| {
         let said = fs::read_to_string(&messages).unwrap_or_default();
         failed(if said.trim().is_empty() { error.to_string() } else { said.trim().replace('\n', "; ") })
     })?;
     // The program, whose connections make pasta work, has not begun.
-    let limited = processes(&name(id)).and_then(|own| cgroup::limit(Path::new(cgroup::ROOT), id, &own));
+    let own = id.to_owned();
+    let limited = in_time(move || {
+        processes(&name(&own)).and_then(|pids| cgroup::limit(Path::new(cgroup::ROOT), &own, &pids))
+    });
     if let Err(error) = limited {
         tracing::warn!(%error, "the memory that pasta takes for the connections of the program is not limited");
     }
@@ -170,9 +185,15 @@ pub(super) fn disconnect(directory: &Path, id: &str) -> Result<(), RunError> {
     if !directory.join(MESSAGES).exists() {
         return Ok(());
     }
-    end_all(&name(id))
-        .and_then(|()| cgroup::remove(Path::new(cgroup::ROOT), id))
+    let own = id.to_owned();
+    in_time(move || end_all(&name(&own)).and_then(|()| cgroup::remove(Path::new(cgroup::ROOT), &own)))
         .map_err(|source| RunError::Remove { path: directory.into(), source })
+}
+
+/// Fails if it takes too long: a process of the host that hangs in the kernel keeps whoever looks at it.
+fn in_time(work: impl FnOnce() -> io::Result<()> + Send + 'static) -> io::Result<()> {
+    let late = || io::Error::new(io::ErrorKind::TimedOut, format!("pasta was not found within {FIND:?}"));
+    command_output::within(FIND, work)?.unwrap_or_else(|| Err(late()))
 }
 
 /// Kills the processes whose first argument is this, and waits for their end.
@@ -199,6 +220,11 @@ fn proc_of(pid: Pid) -> PathBuf {
 }
 
 fn is_named(process: &Path, name: &str) -> bool {
+    // Unlike the arguments, this can be read of a process that hangs.
+    let own = fs::read(process.join("comm")).unwrap_or_default();
+    if !NAMES.iter().any(|name| own.starts_with(name.as_bytes())) {
+        return false;
+    }
     let mut arguments = Vec::new();
     let file = File::open(process.join("cmdline"));
     let read = file.and_then(|file| file.take(ARGUMENTS).read_to_end(&mut arguments));
@@ -283,9 +309,10 @@ mod tests {
     fn only_the_pasta_of_the_run_is_ended() {
         let dir = tempfile::tempdir().unwrap();
         let id = dir.path().file_name().unwrap().to_str().unwrap().trim_start_matches('.').to_owned();
-        let start = |name: String| {
-            Command::new("sleep").arg0(name).arg("1000").stdout(Stdio::null()).spawn().unwrap()
-        };
+        let pasta = dir.path().join("passt.avx2");
+        std::os::unix::fs::symlink("/bin/sleep", &pasta).unwrap();
+        let start =
+            |name: String| Command::new(&pasta).arg0(name).arg("1000").stdout(Stdio::null()).spawn().unwrap();
         let (mut own, mut other) = (start(name(&id)), start(name(&format!("{id}x"))));
         // Without its messages there was no pasta.
         disconnect(dir.path(), &id).unwrap();
@@ -296,5 +323,18 @@ mod tests {
         assert_eq!(other.try_wait().unwrap(), None);
         other.kill().unwrap();
         other.wait().unwrap();
+    }
+
+    /// The arguments of a process that hangs in the kernel cannot be read.
+    #[test]
+    fn only_the_arguments_of_pasta_are_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let with = |comm: &str| {
+            fs::write(dir.path().join("comm"), comm).unwrap();
+            is_named(dir.path(), "a")
+        };
+        fs::write(dir.path().join("cmdline"), "a\0b\0").unwrap();
+        assert!(with("pasta\n") && with("passt.avx2\n"));
+        assert!(!with("sleep\n"));
     }
 }

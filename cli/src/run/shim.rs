@@ -91,13 +91,14 @@ impl Events for Heard {
 }
 
 impl Shim {
-    /// Starts the shim of a container, whose bundle is `bundle`, and connects to it. Calls `started` when there is
-    /// something to delete: not if there is no shim on this machine, which could not delete it either.
+    /// Starts the shim of a container, whose bundle is `bundle`, and connects to it. Calls `started` with the pid of
+    /// the command when there is something to delete: not if there is no shim on this machine, which could not delete
+    /// it either.
     pub(super) async fn start(
         id: &str,
         bundle: &Path,
         config: Option<&Path>,
-        started: impl FnOnce(),
+        started: impl FnOnce(u32) + Send + 'static,
     ) -> Result<Self, RunError> {
         let events = bundle.join(EVENTS);
         let heard = Arc::new(Heard::default());
@@ -110,7 +111,10 @@ impl Shim {
         command.env("TTRPC_ADDRESS", &events).arg("start");
         let input =
             config.map_or(Ok(Vec::new()), options).map_err(|e| RunError::Shim(io::Error::other(e)))?;
-        let answer = ask(command, &input, bundle, started)?;
+        let bundle = bundle.to_owned();
+        // This thread handles signals and deadlines meanwhile.
+        let asked = tokio::task::spawn_blocking(move || ask(command, &input, &bundle, started));
+        let answer = asked.await.map_err(|error| ProcessError::Begin(io::Error::other(error)))??;
         let address = answer.trim();
         if !address.starts_with("unix://") {
             return Err(RunError::Address { answer });
@@ -206,7 +210,7 @@ fn has_ended(process: &OwnedFd, within: Duration) -> bool {
 pub(super) fn delete(id: &str, bundle: &Path) -> Result<(), RunError> {
     let mut command = command(id, bundle);
     command.arg("-bundle").arg(bundle).args(["-patient", "delete"]);
-    ask(command, &[], bundle, || ()).map(drop)
+    ask(command, &[], bundle, |_| ()).map(drop)
 }
 
 /// The shim in its bundle, without the environment of this command.
@@ -231,7 +235,7 @@ fn ask(
     mut command: Command,
     input: &[u8],
     bundle: &Path,
-    started: impl FnOnce(),
+    started: impl FnOnce(u32) + Send + 'static,
 ) -> Result<String, RunError> {
     let messages = bundle.join(MESSAGES);
     let failed = |source| RunError::Prepare { path: messages.clone(), source };
@@ -240,6 +244,7 @@ fn ask(
         Ok(answer) => Ok(answer),
         Err(error) => match fs::read_to_string(&messages) {
             Ok(text) if !text.trim().is_empty() => Err(ProcessError::Refused(text.trim().into()).into()),
+            _ if error.kind() == io::ErrorKind::NotFound => Err(RunError::NoShim(error)),
             _ => Err(RunError::Shim(error)),
         },
     }
@@ -258,19 +263,21 @@ fn options(config: &Path) -> protobuf::Result<Vec<u8>> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::mpsc;
+
     use super::*;
 
     #[test]
     fn there_is_something_to_delete_from_the_start_of_a_shim_on() {
         let bundle = tempfile::tempdir().unwrap();
-        let has_begun = |program: &str| {
-            let mut has_begun = false;
-            let error = ask(Command::new(program), &[], bundle.path(), || has_begun = true).unwrap_err();
-            assert!(matches!(error, RunError::Shim(_)), "{error}");
-            has_begun
+        let ask = |program: &str| {
+            let (sender, started) = mpsc::channel();
+            let error = ask(Command::new(program), &[], bundle.path(), move |pid| sender.send(pid).unwrap())
+                .unwrap_err();
+            (error, started.try_recv().is_ok())
         };
-        assert!(!has_begun("/nonexistent/shim"));
-        assert!(has_begun("false"));
+        assert!(matches!(ask("/nonexistent/shim"), (RunError::NoShim(_), false)));
+        assert!(matches!(ask("false"), (RunError::Shim(_), true)));
     }
 
     #[test]
