@@ -8,8 +8,8 @@ use serde::Serialize;
 /// What an absent value is shown as.
 pub(crate) const NONE: &str = "-";
 
-/// Standard output. That nobody reads it is no reason for a command to stop half-way, and changes nothing about its exit
-/// status. Only an endless command ends then.
+/// Standard output. That nobody reads it is no reason for a command to stop half-way, and changes nothing about its
+/// exit status. Only an endless command ends then.
 #[derive(Debug)]
 pub(crate) struct Shown<W> {
     out: W,

@@ -44,7 +44,7 @@ pub(crate) struct Options {
     /// Sets a variable of the environment. A NAME alone takes the value that the variable has here.
     #[arg(long, short, value_name = "NAME[=VALUE]")]
     pub(crate) env: Vec<String>,
-    /// Gives the program the whole environment of this command.
+    /// Gives the program the whole environment of this command, but for variables that are not UTF-8.
     #[arg(long)]
     pub(crate) env_all: bool,
     /// Shows a file or a directory of the host at a path of the program. With `:ro`, the program cannot change it.
@@ -64,7 +64,9 @@ pub(crate) struct Options {
     /// can connect to the program.
     #[arg(long, value_enum, default_value_t = Network::None)]
     pub(crate) network: Network,
-    /// Kills the program after this time, such as 90, 90s, 5m or 1h. The exit status is then 124.
+    /// Ends the run after this time, such as 90, 90s, 5m or 1h. The exit status is then 124.
+    ///
+    /// The time begins with this command: it includes the unpacking of an image and the start of the VM.
     #[arg(long, value_name = "TIME", value_parser = duration)]
     pub(crate) timeout: Option<Duration>,
     /// A kernel for the VM instead of the one that the configuration names: an uncompressed ELF file.
