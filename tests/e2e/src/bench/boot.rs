@@ -33,7 +33,8 @@ const INITRAMFS: &str = "/usr/lib/bulkhead/initramfs.cpio";
 
 /// The words that our VMM gives a guest without a console, apart from those that name devices, plug memory or track
 /// connections, and with `quiet` where ours keeps the guest's last words: these machines have no port for them.
-const KERNEL_ARGS: &str = "reboot=k panic=-1 tsc=reliable swiotlb=noforce percpu_alloc=page noreplace-smp quiet 8250.nr_uarts=0 pci=off";
+const KERNEL_ARGS: &str = "reboot=k panic=-1 tsc=reliable swiotlb=noforce percpu_alloc=page noreplace-smp quiet \
+                           8250.nr_uarts=0 pci=off";
 
 /// A VM that is not ready after this time does not come up.
 const LIMIT_MS: u16 = 60_000;
