@@ -57,9 +57,9 @@ pub(super) fn pod_ends(host: &Host) -> Result<()> {
     })
 }
 
-/// While a disk hangs, another container of the pod asks for a disk of its own. The thread of the VMM that serves disks
-/// does not get to it, and in the guest its probe holds the bus. So the container is refused in time, and the pod is
-/// ended all the same.
+/// While a disk hangs, another container of the pod asks for a disk of its own. The thread of the VMM that serves
+/// disks does not get to it, and in the guest its probe holds the bus. So the container is refused in time, and the pod
+/// is ended all the same.
 pub(super) fn another_comes(host: &Host) -> Result<()> {
     let pods = host.pods()?;
     pods.with_disks(host, || {
