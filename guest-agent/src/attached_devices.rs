@@ -15,13 +15,24 @@ const UNBIND: &str = "bus/platform/drivers/virtio-mmio/unbind";
 const FUNCTIONS: &str = "bus/pci/devices";
 const RESCAN: &str = "bus/pci/rescan";
 
+/// The virtio devices, and the bit of their status that says that no driver could set the device up (virtio 1.3, 2.1).
+const VIRTIO: &str = "bus/virtio/devices";
+const FAILED: u32 = 128;
+
 /// Has the kernel look again at the places in which it has found no device. A device that is there now is ready
 /// afterwards.
 pub(crate) fn probe() -> io::Result<()> {
     probe_in(Path::new(SYS))
 }
 
+/// Has the kernel forget devices that no driver could set up: the VMM may have taken them away meanwhile. Otherwise the
+/// kernel would find no other device in their place. One that is there still is found by the next [`probe`].
+pub(crate) fn forget_failed() -> io::Result<()> {
+    forget_failed_in(Path::new(SYS))
+}
+
 fn probe_in(sys: &Path) -> io::Result<()> {
+    forget_failed_in(sys)?;
     if fs::read_dir(sys.join(FUNCTIONS)).is_ok_and(|mut functions| functions.next().is_some()) {
         return fs::write(sys.join(RESCAN), "1");
     }
@@ -58,6 +69,23 @@ fn forget_in(sys: &Path, device: &Path) -> io::Result<()> {
         return Err(io::Error::other(format!("{} has no place on the bus", device.display())));
     }
     fs::write(sys.join(UNBIND), place.as_encoded_bytes())
+}
+
+fn forget_failed_in(sys: &Path) -> io::Result<()> {
+    let Ok(devices) = fs::read_dir(sys.join(VIRTIO)) else { return Ok(()) };
+    for device in devices {
+        let device = device?.path();
+        let status = fs::read_to_string(device.join("status")).unwrap_or_default();
+        let status = u32::from_str_radix(status.trim().trim_start_matches("0x"), 16).unwrap_or_default();
+        // Another thread may have it forgotten at the same time.
+        if status & FAILED != 0 && !device.join("driver").exists() {
+            match forget_in(sys, &device) {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                other => other?,
+            }
+        }
+    }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -121,5 +149,34 @@ mod tests {
         assert_eq!((sys.written(RESCAN).as_str(), sys.written(BIND).as_str()), ("1", ""));
         forget_in(&sys.0, &sys.0.join(function).join("virtio1")).unwrap();
         assert_eq!(sys.written(files[0]), "1");
+    }
+
+    #[test]
+    fn a_device_that_no_driver_could_set_up_is_forgotten_before_the_bus_is_scanned() {
+        let device = |number: u8, files: &[&str]| -> Vec<String> {
+            let function = format!("bus/pci/devices/0000:00:0{number}.0");
+            let files = files.iter().map(|file| format!("{function}/virtio{number}/{file}"));
+            files.chain([format!("{function}/remove")]).collect()
+        };
+        let files: Vec<_> = [
+            device(1, &["status", "driver"]),
+            device(2, &["status"]),
+            device(3, &["status"]),
+            vec![RESCAN.to_owned()],
+        ]
+        .concat();
+        let sys = Sys::with("probe-failed", &files.iter().map(String::as_str).collect::<Vec<_>>());
+        fs::create_dir_all(sys.0.join(VIRTIO)).unwrap();
+        for (number, status) in [(1, "0x0000008f\n"), (2, "0x00000083\n"), (3, "0x00000003\n")] {
+            let place = format!("bus/pci/devices/0000:00:0{number}.0/virtio{number}");
+            fs::write(sys.0.join(&place).join("status"), status).unwrap();
+            let link = sys.0.join(VIRTIO).join(format!("virtio{number}"));
+            std::os::unix::fs::symlink(sys.0.join(place), link).unwrap();
+        }
+        probe_in(&sys.0).unwrap();
+        let removed =
+            [1, 2, 3].map(|number| sys.written(&format!("bus/pci/devices/0000:00:0{number}.0/remove")));
+        assert_eq!(removed, ["", "1", ""]);
+        assert_eq!(sys.written(RESCAN), "1");
     }
 }

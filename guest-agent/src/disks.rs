@@ -76,8 +76,9 @@ pub struct Disks {
     mounting: Mutex<BTreeMap<String, bool>>,
     /// The serial numbers of disks that are being removed. A removal takes as long as the disk takes to answer.
     removing: Mutex<BTreeSet<String>>,
-    /// [`attached_devices::forget`]. Tests replace it.
+    /// [`attached_devices::forget`] and [`attached_devices::forget_failed`]. Tests replace them.
     forget: fn(&Path) -> io::Result<()>,
+    forget_failed: fn() -> io::Result<()>,
 }
 
 /// A mount that is under way, until this is dropped.
@@ -125,6 +126,7 @@ impl Disks {
             mounting: Mutex::default(),
             removing: Mutex::default(),
             forget: attached_devices::forget,
+            forget_failed: attached_devices::forget_failed,
         }
     }
 
@@ -292,7 +294,8 @@ impl Disks {
                 self.ask_new(serial)?
             }
         };
-        let Some(disk) = known else { return Ok(()) };
+        // The VMM may have taken the device away while its driver set it up, so that there was never a disk.
+        let Some(disk) = known else { return (self.forget_failed)() };
         (self.forget)(&disk.join("device"))?;
         // Not before: a search would take the disk for a new one meanwhile.
         self.found().remove(serial);
@@ -442,7 +445,8 @@ mod tests {
         let block = Block::with("gone", &[("vda", Some("root-1"), "254:0\n"), ("loop0", None, "7:0\n")]);
         let mut disks = Disks::below(&block.0);
         disks.forget = |device| fs::remove_dir_all(device.parent().unwrap());
-        disks.remove("root-2").unwrap();
+        disks.forget_failed = || Err(io::ErrorKind::Other.into());
+        assert!(disks.remove("root-2").is_err(), "its driver may have failed");
         assert!(block.0.join("vda").exists());
         disks.remove("root-1").unwrap();
         assert!(!block.0.join("vda").exists() && disks.known("root-1").is_none());
@@ -455,7 +459,8 @@ mod tests {
             &[("vda", Some("8:16"), "254:0\n"), ("vdb", Some("7:0"), "254:16\n"), ("loop0", None, "7:0\n")],
         );
         let dir = &block.0;
-        let disks = Disks::below(dir);
+        let mut disks = Disks::below(dir);
+        disks.forget_failed = || Ok(());
         assert_eq!(disks.find("7:0").unwrap(), (254, 16));
         assert_eq!(disks.ask_new("8:1").unwrap(), None);
         assert!(disks.remove("root-1").is_ok(), "there is none");

@@ -155,7 +155,7 @@ impl Default for Config {
             unlimited_memory_mib: None,
             max_memory_mib: None,
             hugepages: false,
-            transport: Transport::Mmio,
+            transport: Transport::default(),
             templates: true,
             exclusive_roots: false,
             directory_sockets: true,
@@ -437,7 +437,7 @@ mod tests {
     fn reads_every_key() {
         let config = load(
             "kernel='/k'\ninitramfs='/i'\nvmm='/v'\nvcpus=2\nmax_vcpus=4\nmemory_mib=512\nunlimited_memory_mib=768\n\
-             max_memory_mib=1024\nhugepages=true\ntransport='pci'\ntemplates=false\nexclusive_roots=true\n\
+             max_memory_mib=1024\nhugepages=true\ntransport='mmio'\ntemplates=false\nexclusive_roots=true\n\
              directory_sockets=false\nconsole=true\nlog_level='debug'\n\
              log_format='json'\nallowed_annotations=['console','vcpus']\n",
         )
@@ -456,7 +456,7 @@ mod tests {
                 unlimited_memory_mib: Some(768),
                 max_memory_mib: Some(1024),
                 hugepages: true,
-                transport: Transport::Pci,
+                transport: Transport::Mmio,
                 templates: false,
                 exclusive_roots: true,
                 directory_sockets: false,

@@ -128,9 +128,9 @@ pub struct VmConfig {
 pub enum Transport {
     /// Each device has a page of registers, which the kernel's command line names, and an interrupt line (virtio 1.3,
     /// 4.2).
-    #[default]
     Mmio,
     /// Each device is a function of a PCI bus, and has an interrupt message for each queue (virtio 1.3, 4.1).
+    #[default]
     Pci,
 }
 
@@ -299,7 +299,7 @@ mod tests {
         assert_eq!((&config.console, &config.netns), (&None, &None));
         assert_eq!((&config.save_to, &config.restore_from), (&None, &None));
         assert_eq!((config.max_memory_mib, config.hugepages), (None, false));
-        assert_eq!(config.transport, Transport::Mmio);
+        assert_eq!(config.transport, Transport::Pci);
         assert!(config.shares.is_empty() && config.nics.is_empty() && config.cgroup_procs.is_empty());
         let again = serde_json::to_string(&config).unwrap();
         assert_eq!(serde_json::from_str::<VmConfig>(&again).unwrap(), config);

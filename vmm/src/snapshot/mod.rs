@@ -435,7 +435,7 @@ mod tests {
         let expected = "restore_from: the VM was saved with 64 MiB of memory, the configuration has 128";
         assert_eq!(changed(|config| config.memory_mib = 128), expected);
         let expected = "restore_from: the VM was saved with another transport";
-        assert_eq!(changed(|config| config.transport = bulkhead_vmm_api::Transport::Pci), expected);
+        assert_eq!(changed(|config| config.transport = bulkhead_vmm_api::Transport::Mmio), expected);
         let expected = "restore_from: the VM was saved with other kernel_args";
         assert_eq!(changed(|config| config.kernel_args.push("debug".into())), expected);
     }

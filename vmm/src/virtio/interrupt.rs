@@ -29,7 +29,8 @@ pub struct Interrupt {
 enum Wiring {
     /// By one line for everything. The status says what has happened.
     Line(EventFd),
-    /// By messages of PCI, one for each queue. The status is for a driver that has not enabled messages, and polls.
+    /// By messages of PCI, one for each queue. The status is for a driver that has not enabled messages, and polls. It
+    /// says of changes of the configuration in any case.
     Messages(Arc<Messages>),
 }
 
@@ -139,6 +140,10 @@ impl Interrupt {
         if let Wiring::Messages(messages) = &self.wiring
             && messages.are_enabled()
         {
+            if source == Source::Config {
+                // Also with messages (virtio 1.3, 4.1.4.5.1).
+                self.status.fetch_or(bit, Ordering::SeqCst);
+            }
             return messages.send(source);
         }
         self.status.fetch_or(bit, Ordering::SeqCst);

@@ -100,7 +100,7 @@ struct State {
     /// MSI-X is enabled, the function is not masked, and it is bus master.
     function_sends: bool,
     is_pending: bool,
-    /// A message was sent, now or before the state was saved.
+    /// A message was sent since the last reset of the device, perhaps before the state was saved.
     was_sent: bool,
     /// The message that KVM has for the irqfd. None also while it gets another one.
     routed: Option<Message>,
@@ -207,11 +207,14 @@ impl Messages {
         sent.try_for_each(Entry::send)
     }
 
-    /// The device is reset: no source has a message, and nothing is pending.
+    /// The device is reset: no source has a message, nothing is pending, and nothing need be sent once more.
     pub(in crate::virtio) fn reset(&self) {
         self.config.store(NO_VECTOR, Ordering::SeqCst);
         self.queues.iter().for_each(|queue| queue.store(NO_VECTOR, Ordering::SeqCst));
-        self.entries.iter().for_each(|entry| lock(&entry.state).is_pending = false);
+        for entry in &self.entries {
+            let mut state = lock(&entry.state);
+            (state.is_pending, state.was_sent) = (false, false);
+        }
     }
 
     /// The driver has changed whether MSI-X is enabled, and whether the function sends messages at all.

@@ -1,6 +1,6 @@
 //! The start of a VM. A cold boot, by our VMM and by QEMU's microvm machine: the same kernel, initramfs, command line,
-//! devices and size, up to the connection by which the agent in the guest says that it is ready. And a clone of one
-//! that was saved then, up to the agent's answer to a request.
+//! devices, transport and size, up to the connection by which the agent in the guest says that it is ready. And a clone
+//! of one that was saved then, up to the agent's answer to a request.
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Read, Write};
@@ -33,8 +33,8 @@ const INITRAMFS: &str = "/usr/lib/bulkhead/initramfs.cpio";
 
 /// The words that our VMM gives a guest without a console, apart from those that name devices, plug memory or track
 /// connections, and with `quiet` where ours keeps the guest's last words: these machines have no port for them.
-const KERNEL_ARGS: &str =
-    "reboot=k panic=-1 tsc=reliable swiotlb=noforce percpu_alloc=page noreplace-smp quiet 8250.nr_uarts=0";
+const KERNEL_ARGS: &str = "reboot=k panic=-1 tsc=reliable swiotlb=noforce percpu_alloc=page noreplace-smp quiet \
+                           8250.nr_uarts=0 pci=off";
 
 /// A VM that is not ready after this time does not come up.
 const LIMIT_MS: u16 = 60_000;
@@ -54,12 +54,14 @@ impl Saved {
     /// Boots one and saves it.
     pub(super) fn make() -> Result<Self> {
         let saved = Self(scratch()?);
-        Vm::boot(VmConfig { save_to: Some(saved.0.path().to_owned()), ..config() })?.save()?;
+        let save_to = Some(saved.0.path().to_owned());
+        Vm::boot(VmConfig { save_to, transport: Transport::default(), ..config() })?.save()?;
         Ok(saved)
     }
 }
 
-/// Of our VMs. Relative paths are in a directory of each.
+/// Of our VMs. Relative paths are in a directory of each. They have the transport that microvm's devices have, so that
+/// a boot differs from QEMU's by the VMM alone. Nothing else is compared with a clone, which has what a pod has.
 fn config() -> VmConfig {
     VmConfig {
         api_version: API_VERSION,
@@ -143,7 +145,8 @@ impl Vm {
     /// Starts a clone.
     pub(super) fn clone_of(saved: &Saved) -> Result<Vm> {
         let directory = scratch()?;
-        let config = VmConfig { restore_from: Some(saved.0.path().to_owned()), ..config() };
+        let restore_from = Some(saved.0.path().to_owned());
+        let config = VmConfig { restore_from, transport: Transport::default(), ..config() };
         let (mut vm, started) = Self::spawn(vmm(&directory, &config)?, directory)?;
         let stdout = vm.child.stdout.take().context("the VMM's output")?;
         let mut word = String::new();

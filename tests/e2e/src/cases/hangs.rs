@@ -12,6 +12,8 @@ use containerd_shim_protos::types::task::Status;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::Signal;
 
+mod disk;
+mod files;
 mod slow_syncs;
 
 use super::Case;
@@ -30,6 +32,10 @@ pub(super) const CASES: &[Case] = &[
     Case::bulkhead("one_that_answers_again_goes_on", goes_on),
     Case::bulkhead("one_outlives_containerd", outlives_containerd),
     Case::bulkhead("a_vmm_ends_while_a_file_system_that_it_serves_hangs", vmm_with_hung_files),
+    Case::bulkhead("a_pod_whose_disk_hangs_is_killed_and_deleted", disk::pod_ends),
+    Case::bulkhead("a_disk_that_hangs_keeps_others_from_coming_but_no_pod_from_ending", disk::another_comes)
+        .since(1, 7)
+        .by_whole_name_only(),
     Case::both("a_file_system_that_hangs_does_not_stop_the_others", others_go_on),
     Case::both("syncs_that_wait_for_the_disk_do_not_stop_a_read", slow_syncs::reads_go_on),
     Case::both("a_client_that_reads_no_more_keeps_no_killed_container_alive", deaf_client),

@@ -8,6 +8,7 @@ use std::thread;
 use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, Result, ensure};
+use bulkhead_vmm_api::Transport;
 
 use super::Case;
 use super::hangs::journal;
@@ -20,6 +21,7 @@ use crate::{hostile, hostile_agent};
 
 pub(super) const CASES: &[Case] = &[
     Case::bulkhead("garbage_in_every_register_and_ring_hurts_nobody_else", garbage),
+    Case::bulkhead("garbage_in_the_registers_of_mmio_hurts_nobody_else", garbage_by_mmio),
     Case::bulkhead("an_agent_that_answers_anything_ends_its_pod_alone", agent),
     Case::bulkhead("a_guest_that_never_tells_of_an_end_is_killed_all_the_same", immortal),
 ];
@@ -36,11 +38,21 @@ const MOST_LINES: usize = 60;
 const PLAYS: Duration = Duration::from_secs(30);
 
 fn garbage(host: &Host) -> Result<()> {
+    garbage_by(host, Transport::default(), "")
+}
+
+fn garbage_by_mmio(host: &Host) -> Result<()> {
+    garbage_by(host, Transport::Mmio, "transport = \"mmio\"\n")
+}
+
+fn garbage_by(host: &Host, transport: Transport, configuration: &str) -> Result<()> {
     let neighbour = host.container().detach(&["sleep", "1000"])?;
     let directory = scratch()?;
     let kernel = directory.path().join("hostile");
-    hostile::write(&kernel)?;
-    host.leaves_nothing(|| play(host, &kernel, &neighbour))?;
+    hostile::write(&kernel, transport)?;
+    let configuration =
+        format!("kernel = {kernel:?}\nmemory_mib = {MEMORY_MIB}\nconsole = true\n{configuration}");
+    host.leaves_nothing(|| play(host, &configuration, &neighbour))?;
     unharmed(&neighbour)
 }
 
@@ -88,10 +100,9 @@ fn unharmed(task: &Task<'_>) -> Result<()> {
     Ok(())
 }
 
-fn play(host: &Host, kernel: &Path, neighbour: &Task<'_>) -> Result<()> {
+fn play(host: &Host, configuration: &str, neighbour: &Task<'_>) -> Result<()> {
     let since = SystemTime::now();
-    let configuration = format!("kernel = {kernel:?}\nmemory_mib = {MEMORY_MIB}\nconsole = true\n");
-    let replaced = Replaced::file(Path::new(CONFIGURATION), &configuration)?;
+    let replaced = Replaced::file(Path::new(CONFIGURATION), configuration)?;
     let attached = host.container().start(&["true"])?;
     wait_until("the state directory of the pod", host.patience(SETTLES), || {
         Ok(state_dir(NAMESPACE, attached.task.id()).is_ok())

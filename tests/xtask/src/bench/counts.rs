@@ -46,8 +46,8 @@ seconds, which adds requests where Python starts slowly. The numbers *before* ar
 directory of the host then, and IOCTL was counted as OTHER.
 
 - *Requests* are FUSE requests of the guest to the file server.
-- *Exits* are all exits of the vCPU; *MMIO* are those of them in which the VMM emulates a register. *Interrupts* are
-  those that KVM has injected.
+- *Exits* are all exits of the vCPU; *MMIO* are those of them in which the VMM emulates an access to memory.
+  *Interrupts* are those that KVM has injected.
 - *Copied* are the KiB that the VMM has read and written by system calls.
 - *Packets* left the container, or reached it.
 

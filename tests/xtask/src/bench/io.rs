@@ -47,9 +47,9 @@ Written by `cargo xtask bench io`, not by hand. One run on one host.
 
 Three run all the time: a container of runc, a container of Bulkhead, and a guest of Debian's QEMU without containerd.
 QEMU's guest has the kernel of Bulkhead's guests, as many vCPUs as the host has processors, and the memory of Bulkhead's
-pod. Its machine is microvm, whose devices are on virtio-mmio, as Bulkhead's. Debian's virtiofsd serves its root and its
-volume, in its default cache mode, *auto*. Its network card is virtio-net without vhost, and its block volume is
-virtio-blk, both with QEMU's defaults.
+pod. Its machine is microvm, whose devices are on virtio-mmio, and not on a PCI bus as Bulkhead's. Debian's virtiofsd
+serves its root and its volume, in its default cache mode, *auto*. Its network card is virtio-net without vhost, and its
+block volume is virtio-blk, both with QEMU's defaults.
 
 The root of each is a snapshot of an image, whose written files are in memory. The volume is a directory of the host's
 disk. The block volume is a loop device of the host, whose file is in memory; O_DIRECT keeps the cache of the container

@@ -22,14 +22,16 @@ const FIRST_DEVICE: u16 = 0x1040;
 const FIRST_SUBSYSTEM: u16 = 0x40;
 
 const COMMAND: usize = 0x04;
-const STATUS: usize = 0x06;
+pub(super) const STATUS: usize = 0x06;
 const CAPABILITIES: usize = 0x34;
 
 /// Bits of the command register.
 pub(super) const MEMORY_SPACE: u16 = 1 << 1;
 pub(super) const BUS_MASTER: u16 = 1 << 2;
 const INTX_DISABLE: u16 = 1 << 10;
-/// The function has a list of capabilities.
+/// Bits of the status register. The function has an interrupt that was not acknowledged; it has a list of
+/// capabilities.
+pub(super) const INTERRUPT_STATUS: u8 = 1 << 3;
 const HAS_CAPABILITIES: u16 = 1 << 4;
 
 /// Bits of the control word of MSI-X.

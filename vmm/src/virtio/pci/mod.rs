@@ -16,7 +16,8 @@ use serde::{Deserialize, Serialize};
 use vmm_sys_util::eventfd::EventFd;
 
 use self::config_space::{
-    BUS_MASTER, ConfigSpace, Identity, MEMORY_SPACE, MSIX_ENABLE, MSIX_MASK, SavedConfig,
+    BUS_MASTER, ConfigSpace, INTERRUPT_STATUS, Identity, MEMORY_SPACE, MSIX_ENABLE, MSIX_MASK, STATUS,
+    SavedConfig,
 };
 use super::{
     Interrupt, VirtioDevice,
@@ -87,7 +88,12 @@ impl PciTransport {
     /// device is reset, and then disables the function (pci_disable_device). If there were another function in this
     /// place before that, whose registers are off, Linux would wait for ever.
     pub fn is_let_go(&self) -> bool {
-        self.core.has_no_driver() && !self.is_held.load(Ordering::SeqCst)
+        self.is_unused() && !self.is_held.load(Ordering::SeqCst)
+    }
+
+    /// Linux does not reset a device whose driver has failed. It only disables the function.
+    fn is_unused(&self) -> bool {
+        self.core.has_no_driver() || self.core.has_failed()
     }
 
     /// The notifications of the queues. Nobody else writes to their addresses, so KVM need not look at the value.
@@ -117,11 +123,16 @@ impl PciTransport {
         // Who looks for a device reads these first, and finds none. A driver that has the device finds it still: Linux
         // reads them too before it lets a device go. If there were none, it would drop the completions of the requests
         // that are under way, and wait for them for ever (drivers/virtio/virtio_pci_common.c, virtio_pci_remove).
-        if at < 4 && self.core.is_hidden() && self.core.has_no_driver() {
+        if at < 4 && self.core.is_hidden() && self.is_unused() {
             return;
         }
         let config = lock(&self.config);
         config.read(at, data);
+        if config.msix() & MSIX_ENABLE == 0 && self.core.interrupt().status() != 0 {
+            // virtio 1.3, 4.1.4.5.1.
+            let status = STATUS.checked_sub(at).and_then(|index| data.get_mut(index));
+            status.into_iter().for_each(|byte| *byte |= INTERRUPT_STATUS);
+        }
         let window = config.window(at, data.len());
         drop(config);
         if let Some((offset, len)) = window {

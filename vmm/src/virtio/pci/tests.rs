@@ -461,7 +461,7 @@ fn a_queue_and_the_configuration_have_messages_of_their_own() {
     assert_eq!(guest.sent(), [false, true]);
     guest.device.core().interrupt().config_changed().unwrap();
     assert_eq!(guest.sent(), [true, false]);
-    assert_eq!(guest.read(layout::ISR, 1), 0, "the ISR status is for drivers without messages");
+    assert_eq!(guest.read(layout::ISR, 1), 2, "that of queues is for drivers without messages");
     // A vector that the table does not have is none.
     guest.write(0x1a, &2u16.to_le_bytes());
     assert_eq!(guest.read(0x1a, 2), 0xffff);
@@ -708,6 +708,57 @@ fn a_device_that_was_taken_away_is_there_for_its_driver_and_for_nobody_else() {
     assert!(guest.device.is_let_go());
     guest.slot.set(None);
     assert_eq!((guest.config(4, 2), guest.read(0x14, 1)), (0xffff, 0xff));
+}
+
+#[test]
+fn a_driver_without_messages_sees_interrupts_in_the_status_until_it_reads_the_isr_status() {
+    let guest = Guest::new();
+    guest.enable();
+    guest.use_buffer();
+    assert_eq!([(6, 1), (6, 2), (4, 4)].map(|(at, len)| guest.config(at, len)), [0x18, 0x18, 0x18_0006]);
+    assert_eq!(guest.read(layout::ISR, 1), 1);
+    assert_eq!(guest.config(6, 2), 0x10);
+    guest.enable_messages();
+    guest.device.core().interrupt().config_changed().unwrap();
+    assert_eq!((guest.config(6, 2), guest.read(layout::ISR, 1)), (0x10, 2));
+}
+
+#[test]
+fn a_reset_device_sends_no_message_once_more() {
+    let guest = Guest::new();
+    guest.enable_messages();
+    guest.use_buffer();
+    assert_eq!(guest.sent(), [false, true]);
+    guest.write(0x14, &[0]);
+    guest.device.pci().unwrap().messages().send_again().unwrap();
+    assert_eq!(guest.sent(), [false, false]);
+}
+
+/// Linux does not reset a device whose probe has failed, also when it removes the function.
+#[test]
+fn a_device_that_was_taken_away_while_its_driver_gave_up_is_let_go_when_the_function_is_removed() {
+    let guest = Guest::new();
+    guest.enable();
+    guest.device.core().hide();
+    [0, 1, 3].into_iter().for_each(|status| guest.write(0x14, &[status]));
+    assert_ne!(guest.config(0, 4), u32::MAX, "its driver still tries");
+    guest.write(0x14, &[0x83]);
+    assert_eq!((guest.config(0, 4), guest.status()), (u32::MAX, 0x83));
+    assert!(!guest.device.is_let_go());
+    guest.set_config(4, &[2, 0]);
+    assert!(guest.device.is_let_go());
+}
+
+#[test]
+fn a_device_that_serves_is_not_let_go_although_its_driver_has_given_up() {
+    let guest = Guest::new();
+    guest.enable();
+    guest.start();
+    guest.device.core().hide();
+    guest.write(0x14, &[0x8f]);
+    guest.set_config(4, &[2, 0]);
+    assert!(!guest.device.is_let_go());
+    assert_ne!(guest.config(0, 4), u32::MAX);
 }
 
 #[test]

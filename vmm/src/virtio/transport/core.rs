@@ -4,7 +4,7 @@ use std::{
     io,
     sync::{
         Arc, Mutex,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicU32, Ordering},
     },
 };
 
@@ -27,8 +27,8 @@ pub struct Core {
     /// It was taken away. A driver that uses it, or has begun to set it up, goes on: otherwise its probe would wait for
     /// ever for the answer to its first request.
     is_hidden: AtomicBool,
-    /// As the registers say. The main thread asks without the lock, which a vCPU may hold.
-    has_driver: AtomicBool,
+    /// What the driver has set, as the registers say. The main thread asks without the lock, which a vCPU may hold.
+    status: AtomicU32,
     state: Mutex<State>,
 }
 
@@ -50,8 +50,8 @@ impl Core {
         let kicks = registers.queue_sizes().map(|_| event()).collect::<Result<_, _>>()?;
         let lifecycle = Lifecycle::new(device, memory, interrupt.clone())?;
         let state = Mutex::new(State { lifecycle, registers, is_let_go: false });
-        let (is_hidden, has_driver) = (AtomicBool::new(false), AtomicBool::new(false));
-        Ok(Self { interrupt, kicks, is_hidden, has_driver, state })
+        let (is_hidden, status) = (AtomicBool::new(false), AtomicU32::new(0));
+        Ok(Self { interrupt, kicks, is_hidden, status, state })
     }
 
     /// The events by which the driver notifies the device. There is one for each queue.
@@ -89,7 +89,7 @@ impl Core {
     pub(crate) fn resume(&self, registers: &Registers) -> io::Result<()> {
         let state = &mut *lock(&self.state);
         state.registers.clone_from(registers);
-        self.has_driver.store(registers.has_driver(), Ordering::SeqCst);
+        self.status.store(registers.status(), Ordering::SeqCst);
         if registers.is_driver_ok() {
             state.lifecycle.activate(registers, &self.kicks, QueuePosition::AfterUsed)?;
         }
@@ -110,7 +110,12 @@ impl Core {
     /// Whether there is no driver: it has reset the device. Linux says afterwards that it sees the device
     /// (ACKNOWLEDGE). Waits for nobody.
     pub(crate) fn has_no_driver(&self) -> bool {
-        !self.has_driver.load(Ordering::SeqCst)
+        self.status.load(Ordering::SeqCst) & status::DRIVER == 0
+    }
+
+    /// Whether a driver has begun to set the device up, and has given up (virtio 1.3, 2.1). Waits for nobody.
+    pub(in crate::virtio) fn has_failed(&self) -> bool {
+        self.status.load(Ordering::SeqCst) & (status::DRIVER_OK | status::FAILED) == status::FAILED
     }
 
     /// Looks at the registers.
@@ -160,7 +165,7 @@ impl Core {
                     Effect::Activate => self.activate(state),
                     Effect::Illegal => self.declare_broken(state),
                 }
-                self.has_driver.store(state.registers.has_driver(), Ordering::SeqCst);
+                self.status.store(state.registers.status(), Ordering::SeqCst);
             }
         }
     }

@@ -129,11 +129,6 @@ impl Registers {
         self.driver_features
     }
 
-    /// Whether a driver uses the device, or sets it up.
-    pub(super) fn has_driver(&self) -> bool {
-        self.status & status::DRIVER != 0
-    }
-
     /// Whether the driver has set DRIVER_OK.
     pub(crate) fn is_driver_ok(&self) -> bool {
         self.status & status::DRIVER_OK != 0
