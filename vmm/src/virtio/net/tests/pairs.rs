@@ -5,7 +5,14 @@ use virtio_bindings::virtio_net::{
 };
 
 use super::*;
-use crate::memory;
+use crate::{
+    GuestMemory,
+    bus::BusDevice,
+    layout::Resources,
+    memory,
+    snapshot::DeviceState,
+    virtio::{mmio::MmioTransport, testing::MEMORY},
+};
 
 /// Bytes between the buffers of two pairs.
 pub(super) const BUFFERS_OF_PAIR: u64 = 0x20_0000;
@@ -217,7 +224,7 @@ fn a_pair_that_the_driver_has_not_set_up_cannot_be_used() {
     alone(|| {
         for missing in [2, 3] {
             let mut device = card_of(&NetThreads::start(2).unwrap(), 1500);
-            let memory = memory::lay_out(&[(0, crate::virtio::testing::MEMORY)], 0).unwrap();
+            let memory = memory::lay_out(&[(0, MEMORY)], 0).unwrap();
             let mut driver = Driver::with_queues(memory, &mut device, PAIRS, |queue| queue != missing);
             offer_room(&mut driver, 1);
             let mut guest = Guest::by(driver, device, BUFFER);
@@ -227,7 +234,7 @@ fn a_pair_that_the_driver_has_not_set_up_cannot_be_used() {
         }
         // Without a control queue there is one pair, and without the first pair there is nothing.
         let mut device = card_of(&NetThreads::start(2).unwrap(), 1500);
-        let memory = memory::lay_out(&[(0, crate::virtio::testing::MEMORY)], 0).unwrap();
+        let memory = memory::lay_out(&[(0, MEMORY)], 0).unwrap();
         let mut driver = Driver::with_queues(memory, &mut device, PAIRS, |queue| queue != CONTROL);
         offer_room(&mut driver, 1);
         let mut guest = Guest::by(driver, device, BUFFER);
@@ -272,5 +279,73 @@ fn a_card_with_one_queue_has_no_control_queue() {
         assert_eq!((two.features() & PAIRS, two.queue_sizes()), (PAIRS, &[256, 256, 256, 256, 64][..]));
         two.read_config(0, &mut config);
         assert_eq!(config, [2, 0, 0, 0, 0, 1, 0, 0, 2, 0]);
+    });
+}
+
+/// The card behind a transport.
+fn plugged(memory: &GuestMemory) -> MmioTransport {
+    let card = card_of(&NetThreads::start(2).unwrap(), 1500);
+    let resources = Resources { address: 0xd000_0000, gsi: 5 };
+    MmioTransport::new(Box::new(card), memory.clone(), resources).unwrap()
+}
+
+/// Initializes the card by its registers (virtio 1.3, 4.2.2), with its queues where [`Driver`] has them.
+fn initialize(transport: &MmioTransport) {
+    let write = |register: u64, value: u32| transport.write(register, &value.to_le_bytes());
+    let (low, high) = (PAIRS as u32, 1);
+    for (register, value) in [(0x70, 3), (0x24, 0), (0x20, low), (0x24, 1), (0x20, high), (0x70, 11)] {
+        write(register, value);
+    }
+    for queue in 0..=CONTROL as u32 {
+        let base = 0x1_0000 * (queue + 1);
+        for (register, value) in
+            [(0x30, queue), (0x38, 64), (0x80, base), (0x90, base + 0x8000), (0xa0, base + 0xa000), (0x44, 1)]
+        {
+            write(register, value);
+        }
+    }
+    write(0x70, 15);
+}
+
+#[test]
+fn the_saved_state_of_a_card_has_the_number_of_its_pairs() {
+    use vm_memory::{Bytes, GuestAddress};
+    alone(|| {
+        let memory = memory::lay_out(&[(0, MEMORY)], 0).unwrap();
+        let card = plugged(&memory);
+        initialize(&card);
+        let rings = 0x1_0000 * (CONTROL as u64 + 1);
+        let write = |bytes: &[u8], address: u64| memory.write_slice(bytes, GuestAddress(address)).unwrap();
+        // The command, with its descriptors: address, length, flags, next.
+        write(&[&SET[..], &2u16.to_le_bytes()].concat(), COMMAND);
+        write(&[0xff], ANSWER);
+        write(&[&COMMAND.to_le_bytes()[..], &4u32.to_le_bytes(), &[1, 0, 1, 0]].concat(), rings);
+        write(&[&ANSWER.to_le_bytes()[..], &1u32.to_le_bytes(), &[2, 0, 0, 0]].concat(), rings + 16);
+        write(&[0, 0, 1, 0, 0, 0], rings + 0x8000);
+        card.write(0x50, &(CONTROL as u32).to_le_bytes());
+        let deadline = std::time::Instant::now() + Duration::from_secs(20);
+        while memory.read_obj::<u8>(GuestAddress(ANSWER)).unwrap() == 0xff {
+            assert!(std::time::Instant::now() < deadline, "the command is not answered");
+            thread::yield_now();
+        }
+        assert_eq!(memory.read_obj::<u8>(GuestAddress(ANSWER)).unwrap(), OK);
+        let saved = serde_json::to_value(DeviceState::save(&card).unwrap()).unwrap();
+        assert_eq!(saved["driver_state"], 2);
+        drop(card);
+
+        let restore = |state: &serde_json::Value| {
+            let clone = plugged(&memory);
+            let state: DeviceState = serde_json::from_value(state.clone()).unwrap();
+            state.prepare(&clone).unwrap();
+            state.restore(&clone).map(|()| clone)
+        };
+        let clone = restore(&saved).unwrap();
+        // Its clone has two pairs, and so have the clones of that.
+        assert_eq!(serde_json::to_value(DeviceState::save(&clone).unwrap()).unwrap()["driver_state"], 2);
+        for illegal in [0, 3, 0xffff] {
+            let mut damaged = saved.clone();
+            damaged["driver_state"] = illegal.into();
+            assert!(restore(&damaged).is_err(), "{illegal}");
+        }
     });
 }
