@@ -20,7 +20,7 @@ use bulkhead_agent_api::agent::{ChangeNetworkRequest, ConfigureNetworkRequest, I
 use nix::sched::{CloneFlags, setns};
 
 use self::netlink::{LinkMessage, Socket};
-use crate::syscall;
+use crate::{processors::Processors, syscall};
 
 /// IN6_ADDR_GEN_MODE_NONE of linux/if_link.h: the kernel makes no link-local address.
 const NO_LINK_LOCAL: &str = "1";
@@ -149,6 +149,11 @@ impl TryFrom<ConfigureNetworkRequest> for Interface {
 }
 
 impl Interface {
+    /// The permanent address of its card.
+    pub fn card(&self) -> [u8; 6] {
+        self.card
+    }
+
     fn failed(&self, action: impl Into<String>) -> impl FnOnce(io::Error) -> NetworkError {
         let (name, action) = (self.name.clone(), action.into());
         move |source| NetworkError::Kernel { name, action, source }
@@ -202,6 +207,7 @@ pub fn configure(pidfd: BorrowedFd<'_>, interface: &Interface) -> Result<(), Net
     if let Err(error) = syscall::enable_offload(card, DATAGRAMS_TOGETHER) {
         eprintln!("bulkhead-agent: {} does not leave datagrams together: {error}", interface.name);
     }
+    use_processors(card, &interface.name);
     let entered = setns(pidfd, CloneFlags::CLONE_NEWNET).map_err(io::Error::from);
     entered.map_err(interface.failed("entering the container's network namespace"))?;
     let netns = own_netns().map_err(interface.failed("opening the container's network namespace"))?;
@@ -239,6 +245,34 @@ pub fn remove(pidfd: BorrowedFd<'_>, card: &[u8]) -> Result<(), NetworkError> {
     let [.., number] = card;
     let moved = LinkMessage::new(index).name(&format!("card{number}")).netns(home.as_raw_fd());
     socket.set_link(&moved).map_err(failed("moving the network card from it"))
+}
+
+/// Has these cards, which are in the network namespace of the process `pidfd`, use as many pairs of queues as there are
+/// processors, and leaves this thread in that namespace. A card that is gone needs none.
+pub fn spread(pidfd: BorrowedFd<'_>, cards: &[[u8; 6]]) -> Result<(), NetworkError> {
+    setns(pidfd, CloneFlags::CLONE_NEWNET).map_err(|errno| NetworkError::Namespace(errno.into()))?;
+    let socket = Socket::open().map_err(NetworkError::Namespace)?;
+    for card in cards {
+        if let Some(index) = socket.find(card).map_err(NetworkError::Namespace)? {
+            use_processors(index, &format!("the card {card:02x?}"));
+        }
+    }
+    Ok(())
+}
+
+/// The driver of Linux uses as many pairs of queues as there were processors when it found the card, and no more when
+/// further ones come online. That it uses fewer than it could is no reason to be without a network.
+fn use_processors(card: u32, name: &str) {
+    let raised = Processors::default().online().and_then(|online| syscall::raise_channels(card, online));
+    match raised {
+        Ok((before, now)) if before != now => {
+            eprintln!("bulkhead-agent: {name} uses {now} pairs of queues, and no longer {before}");
+        }
+        Ok(_) => {}
+        Err(error) => {
+            eprintln!("bulkhead-agent: {name} does not use a pair of queues for each processor: {error}")
+        }
+    }
 }
 
 /// The network namespace of this thread.

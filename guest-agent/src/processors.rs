@@ -45,6 +45,11 @@ impl Processors {
                 eprintln!("bulkhead-agent: processor {cpu} stays online: {error}");
             }
         }
+        self.online()
+    }
+
+    /// How many are online.
+    pub fn online(&self) -> io::Result<u32> {
         Ok(self.list("online")?.len() as u32)
     }
 
@@ -95,6 +100,7 @@ mod tests {
     fn the_first_are_online_and_the_others_offline() {
         let (dir, processors) = four(["0\n", "1\n", "1\n"]);
         assert_eq!(processors.set_online(2).unwrap(), 3, "as the kernel's list says");
+        assert_eq!(processors.online().unwrap(), 3);
         assert_eq!(states(&dir), ["1", "0", "0"]);
         processors.set_online(u32::MAX).unwrap();
         assert_eq!(states(&dir), ["1", "1", "1"]);

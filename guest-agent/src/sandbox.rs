@@ -258,9 +258,27 @@ impl Sandbox {
         drop(self.started()?);
         let machine = Arc::clone(&self.machine);
         let set = tokio::task::spawn_blocking(move || machine.set_processors(count)).await;
-        set.map_err(io::Error::other)
+        let online = set
+            .map_err(io::Error::other)
             .and_then(|online| online)
-            .map_err(|source| SandboxError::Io { action: "bringing processors online", source })
+            .map_err(|source| SandboxError::Io { action: "bringing processors online", source })?;
+        for container in self.present()? {
+            let id = container.id().to_owned();
+            if let Err(error) = container.spread_network().await {
+                eprintln!("bulkhead-agent: the network cards of {id} use the processors of before: {error}");
+            }
+        }
+        Ok(online)
+    }
+
+    /// The containers that exist.
+    fn present(&self) -> Result<Vec<Arc<Container>>, SandboxError> {
+        let slots = &self.started()?.containers;
+        let present = slots.values().filter_map(|slot| match slot {
+            Slot::Present(container) => Some(Arc::clone(container)),
+            Slot::Creating { .. } => None,
+        });
+        Ok(present.collect())
     }
 
     /// The major and the minor number of the disk with this serial number that the VMM has attached.

@@ -5,6 +5,7 @@
 #![allow(unsafe_code)]
 
 mod bpf;
+mod channels;
 mod clock;
 mod mount;
 mod offload;
@@ -31,6 +32,7 @@ use tokio::io::{Interest, unix::AsyncFd};
 use self::result::{check, owned};
 pub use self::{
     bpf::{BpfInstruction, FilterInstruction, attach_device_program, install_filter, load_device_program},
+    channels::raise_channels,
     clock::{ClockAdjustment, adjust_clock},
     mount::{
         MountAttr, attr, fsconfig_create, fsconfig_set, fsmount, fsopen, mount_setattr, move_mount, open_tree,

@@ -33,10 +33,10 @@ use crate::{
     virtio::{
         VirtioDevice,
         balloon::{Balloon, BalloonControl},
-        block::BlockThread,
+        block::BlockThreads,
         fs::{Fs, FsError},
         mem::{Mem, MemControl},
-        net::{Net, NetThread, Tap},
+        net::{Net, NetThreads, Tap},
         pci_bus::{self, PciBus},
         rng::Rng,
         slot::{Slot, Transport},
@@ -139,7 +139,8 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
         shares.push(share.control());
         slots.plug(Box::new(share))?;
     }
-    let net = NetThread::start()?;
+    let queues = bulkhead_vmm_api::queues(config.vcpus);
+    let net = NetThreads::start(queues)?;
     for (tap, mac) in host.cards {
         slots.plug(Box::new(Net::new(tap, mac, &net)))?;
     }
@@ -162,7 +163,7 @@ pub fn build(config: &VmConfig) -> Result<Vm, BuildError> {
     if let Some(pci) = &pci {
         ports.insert(pci_bus::PORT, pci_bus::PORTS, pci.clone());
     }
-    let slots = DeviceSlots::new(plug.clone(), net, BlockThread::start()?, reserved);
+    let slots = DeviceSlots::new(plug.clone(), net, BlockThreads::start(queues)?, reserved);
 
     match host.origin {
         Origin::Images(images) => {
@@ -227,8 +228,8 @@ impl Host {
         let console = config.console.as_deref().map(console).transpose()?;
         let rng = Rng::new().map_err(io("the entropy device"))?;
         let vsock = vsock::listen(&config.vsock)?;
-        let cards =
-            config.nics.iter().enumerate().map(|(index, nic)| net(index, nic)).collect::<Result<_, _>>()?;
+        let cards = config.nics.iter().enumerate().map(|(index, nic)| net(index, nic, config.vcpus));
+        let cards = cards.collect::<Result<_, _>>()?;
         Ok(Self { kvm, control, origin, saver, pool, console, rng, vsock, cards })
     }
 }
@@ -261,10 +262,11 @@ fn console(path: &Path) -> Result<Log, BuildError> {
     Log::open(path).map_err(|source| BuildError::Console { path: path.to_owned(), source })
 }
 
-fn net(index: usize, nic: &NicConfig) -> Result<(Tap, [u8; 6]), BuildError> {
+fn net(index: usize, nic: &NicConfig, vcpus: u8) -> Result<(Tap, [u8; 6]), BuildError> {
     let mac = config::parse_mac(&nic.mac).ok_or_else(|| BuildError::Mac { index, mac: nic.mac.clone() })?;
     let failed = |source| BuildError::Nic { index, tap: nic.tap.clone(), source };
-    Ok((Tap::create(&nic.tap).map_err(failed)?, mac))
+    let tap = Tap::create(&nic.tap, bulkhead_vmm_api::queues(vcpus));
+    Ok((tap.map_err(failed)?, mac))
 }
 
 /// Assigns slots to the virtio devices.

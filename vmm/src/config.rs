@@ -133,7 +133,7 @@ mod tests {
 
     use super::*;
 
-    const GOOD: &str = r#"{"api_version":14,"kernel":"k","initramfs":"i","vcpus":1,"memory_mib":256,
+    const GOOD: &str = r#"{"api_version":15,"kernel":"k","initramfs":"i","vcpus":1,"memory_mib":256,
         "max_memory_mib":1024,
         "control":"c.sock","vsock":"v.sock",
         "shares":[{"tag":"share","dir":"share"}],
@@ -164,13 +164,13 @@ mod tests {
     #[test]
     fn what_is_wrong_is_named() {
         let cases = [
-            ("\"api_version\":14", "\"api_version\":1", "api_version: the configuration has 1"),
+            ("\"api_version\":15", "\"api_version\":1", "api_version: the configuration has 1"),
             (
-                "\"api_version\":14",
-                "\"api_version\":15,\"later\":true",
-                "api_version: the configuration has 15, this VMM has 14; install the shim and the VMM together",
+                "\"api_version\":15",
+                "\"api_version\":16,\"later\":true",
+                "api_version: the configuration has 16, this VMM has 15; install the shim and the VMM together",
             ),
-            ("\"api_version\":14,", "", "missing field `api_version`"),
+            ("\"api_version\":15,", "", "missing field `api_version`"),
             ("\"vcpus\":1", "\"vcpus\":0", "vcpus: 0 is not in 1..=32"),
             ("\"vcpus\":1", "\"vcpus\":33", "vcpus: 33"),
             ("256", "63", "memory_mib: 63"),

@@ -7,15 +7,17 @@
 use std::{
     collections::VecDeque,
     fs::File,
-    io::{self, Write},
+    io::{self, IoSliceMut, Write},
+    mem::{self, MaybeUninit},
     os::unix::net::{UnixListener, UnixStream},
     path::{Path, PathBuf},
     thread,
     time::Duration,
 };
 
-use bulkhead_vmm_api::{ControlReply, ControlRequest, DeviceCounts, MAX_SERIAL, ShareCounts};
-use vmm_sys_util::{poll::PollContext, sock_ctrl_msg::ScmSocket};
+use bulkhead_vmm_api::{ControlReply, ControlRequest, DeviceCounts, MAX_SERIAL, MOST_QUEUES, ShareCounts};
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, recvmsg};
+use vmm_sys_util::poll::PollContext;
 
 use crate::config;
 
@@ -54,8 +56,8 @@ pub enum Command {
     Counts { client: u32 },
     /// Say what the devices have done. The client with this token gets [`ControlServer::device_counts`].
     DeviceCounts { client: u32 },
-    /// Add a network device with this address. The client with this token has sent its tap device, which
-    /// [`ControlServer::take_file`] returns. It gets [`ControlServer::done`] or [`ControlServer::refuse`].
+    /// Add a network device with this address. The client with this token has sent the queues of its tap device, which
+    /// [`ControlServer::take_files`] returns. It gets [`ControlServer::done`] or [`ControlServer::refuse`].
     AttachNic { client: u32, mac: [u8; 6] },
     /// Add a block device, in the same way.
     AttachBlock { client: u32, disk: DiskRequest },
@@ -97,8 +99,8 @@ struct Client {
     stream: UnixStream,
     /// Received bytes that were not handled yet: requests that wait for earlier ones, and a part of a request.
     pending: Vec<u8>,
-    /// A file descriptor that came with them, for the next request that needs one.
-    file: Option<File>,
+    /// The file descriptors that came with them in one message, for the next request that needs some.
+    files: Vec<File>,
     /// Set while the client waits for memory: how far from the requested size the last one was that was reported to it,
     /// in MiB.
     missing_mib: Option<u32>,
@@ -135,7 +137,8 @@ impl ControlServer {
         if self.clients.len() == MAX_CLIENTS {
             self.clients.pop_front();
         }
-        self.clients.push_back(Client { token, stream, pending: Vec::new(), file: None, missing_mib: None });
+        let (pending, files, missing_mib) = (Vec::new(), Vec::new(), None);
+        self.clients.push_back(Client { token, stream, pending, files, missing_mib });
     }
 
     /// Reads from the client with this token. Closing its socket removes it from `poll`.
@@ -157,9 +160,10 @@ impl ControlServer {
         None
     }
 
-    /// The file that the client has sent for its request.
-    pub fn take_file(&mut self, client: u32) -> Option<File> {
-        self.clients.iter_mut().find(|one| one.token == client)?.file.take()
+    /// The files that the client has sent for its request. None: it is gone, or they were taken.
+    pub fn take_files(&mut self, client: u32) -> Option<Vec<File>> {
+        let client = self.clients.iter_mut().find(|one| one.token == client)?;
+        Some(mem::take(&mut client.files)).filter(|files| !files.is_empty())
     }
 
     /// Tells a client that its request was carried out.
@@ -209,21 +213,22 @@ impl Client {
     /// Reads from the socket. After an error the connection is closed.
     fn receive(&mut self) -> io::Result<()> {
         let mut chunk = [0; 512];
-        let received = self.stream.recv_with_fd(&mut chunk);
-        let read = match received.map_err(|error| io::Error::from_raw_os_error(error.errno())) {
+        let (read, files) = match receive_with_files(&self.stream, &mut chunk) {
             Ok((0, _)) => return Err(io::ErrorKind::UnexpectedEof.into()),
-            Ok((_, Some(_))) if self.file.is_some() => {
-                let message = "a file descriptor came before the request for an earlier one".to_owned();
-                self.reply(&ControlReply::Error { message })?;
-                return Err(io::ErrorKind::InvalidData.into());
-            }
-            Ok((read, file)) => {
-                self.file = self.file.take().or(file);
-                read
-            }
+            Ok(received) => received,
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
+            Err(error) if error.kind() == io::ErrorKind::InvalidData => {
+                self.reply(&ControlReply::Error { message: error.to_string() })?;
+                return Err(error);
+            }
             Err(error) => return Err(error),
         };
+        if !files.is_empty() && !self.files.is_empty() {
+            let message = "a file descriptor came before the request for an earlier one".to_owned();
+            self.reply(&ControlReply::Error { message })?;
+            return Err(io::ErrorKind::InvalidData.into());
+        }
+        self.files.extend(files);
         self.pending.extend_from_slice(&chunk[..read]);
         if self.pending.len() > MAX_LINE {
             let message = format!("more than {MAX_LINE} bytes of requests are waiting");
@@ -288,7 +293,7 @@ impl Client {
             }
             Ok(ControlRequest::AttachNic { mac }) => match config::parse_mac(&mac) {
                 None => error(format!("mac: {mac:?} is not a MAC address")),
-                Some(_) if self.file.is_none() => {
+                Some(_) if self.files.is_empty() => {
                     error("no file descriptor of a tap device came with the request".to_owned())
                 }
                 Some(mac) => Answer::AttachNic { mac },
@@ -296,8 +301,8 @@ impl Client {
             Ok(ControlRequest::AttachBlock { serial, .. }) if serial.len() > MAX_SERIAL => {
                 error(format!("serial: {serial:?} has more than {MAX_SERIAL} bytes"))
             }
-            Ok(ControlRequest::AttachBlock { .. }) if self.file.is_none() => {
-                error("no file descriptor of a block device came with the request".to_owned())
+            Ok(ControlRequest::AttachBlock { .. }) if self.files.len() != 1 => {
+                error("no file descriptor of a block device came with the request, or several".to_owned())
             }
             Ok(ControlRequest::AttachBlock { serial, read_only, discards }) => {
                 Answer::AttachBlock(DiskRequest { serial, read_only, discards })
@@ -328,6 +333,26 @@ impl Client {
         line.push(b'\n');
         self.stream.write_all(&line)
     }
+}
+
+/// Reads what a client has sent, at least a byte, and the file descriptors that came with the first byte.
+fn receive_with_files(stream: &UnixStream, bytes: &mut [u8]) -> io::Result<(usize, Vec<File>)> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_QUEUES as usize))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let received = recvmsg(stream, &mut [IoSliceMut::new(bytes)], &mut control, RecvFlags::CMSG_CLOEXEC)?;
+    let mut files = Vec::new();
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(descriptors) = message {
+            files.extend(descriptors.map(File::from));
+        }
+    }
+    // The room for them may have been rounded up.
+    if received.flags.contains(ReturnFlags::CTRUNC) || files.len() > MOST_QUEUES.into() {
+        let what =
+            "more file descriptors came with a request than it can have, or than this process can have";
+        return Err(io::Error::new(io::ErrorKind::InvalidData, what));
+    }
+    Ok((received.bytes, files))
 }
 
 /// Whether accept(2) failed because the process or the host lacks file descriptors or memory.
@@ -367,6 +392,8 @@ mod tests {
         resource::{Resource, getrlimit, setrlimit},
         socket::{self, AddressFamily, SockFlag, SockType, UnixAddr},
     };
+
+    use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
     use super::*;
     use crate::jail::testing::{End, drill};
@@ -555,9 +582,21 @@ mod tests {
         client.send_with_fd(&attach[..], null().as_raw_fd()).unwrap();
         let Some(Command::AttachNic { client: token, mac }) = server.serve() else { panic!("no command") };
         assert_eq!(mac, [2, 0, 0, 0, 0, 2]);
-        assert!(server.control.take_file(token).is_some() && server.control.take_file(token).is_none());
+        assert_eq!(server.control.take_files(token).map(|files| files.len()), Some(1));
+        assert!(server.control.take_files(token).is_none());
         server.control.done(token);
         assert_eq!(line(&client), "{\"result\":\"ok\"}\n");
+        // One for each queue of the tap.
+        let several = [(); 4].map(|()| null());
+        let send = |count: usize| {
+            let files: Vec<_> = several.iter().cycle().take(count).map(AsRawFd::as_raw_fd).collect();
+            client.send_with_fds(&[&attach[..]], &files).unwrap();
+        };
+        send(4);
+        let Some(Command::AttachNic { client: token, .. }) = server.serve() else { panic!("no command") };
+        assert_eq!(server.control.take_files(token).map(|files| files.len()), Some(4));
+        server.control.refuse(token, "no place".into());
+        assert!(line(&client).contains("no place"));
         let wrong = b"{\"op\":\"attach_nic\",\"mac\":\"02:00\"}\n";
         client.send_with_fd(&wrong[..], null().as_raw_fd()).unwrap();
         assert_eq!(server.serve(), None);
@@ -566,6 +605,12 @@ mod tests {
         client.send_with_fd(&b"{"[..], null().as_raw_fd()).unwrap();
         assert_eq!(server.serve(), None);
         assert!(line(&client).contains("a file descriptor came before"));
+        assert!(server.control.clients.is_empty());
+        let client = server.connect();
+        let files = [(); 5].map(|()| null());
+        client.send_with_fds(&[&attach[..]], &files.each_ref().map(AsRawFd::as_raw_fd)).unwrap();
+        assert_eq!(server.serve(), None);
+        assert!(line(&client).contains("more file descriptors came"));
         assert!(server.control.clients.is_empty());
     }
 
@@ -581,9 +626,13 @@ mod tests {
         client.send_with_fd(&attach[..], null().as_raw_fd()).unwrap();
         let Some(Command::AttachBlock { client: token, disk }) = server.serve() else { panic!("no command") };
         assert_eq!(disk, DiskRequest { serial: "8:16".into(), read_only: true, discards: false });
-        assert!(server.control.take_file(token).is_some());
+        assert_eq!(server.control.take_files(token).map(|files| files.len()), Some(1));
         server.control.refuse(token, "no place".into());
         assert!(line(&client).contains("no place"));
+        let two = [(); 2].map(|()| null());
+        client.send_with_fds(&[&attach[..]], &two.each_ref().map(AsRawFd::as_raw_fd)).unwrap();
+        assert_eq!(server.serve(), None);
+        assert!(line(&client).contains("or several"));
         client.write_all(b"{\"op\":\"attach_block\",\"serial\":\"21 bytes are too long\"}\n").unwrap();
         assert_eq!(server.serve(), None);
         assert!(line(&client).contains("has more than 20 bytes"));

@@ -264,8 +264,14 @@ impl Vm {
     }
 
     fn attach_nic(&mut self, client: u32, mac: [u8; 6]) {
-        let Some(file) = self.control.take_file(client) else { return };
-        match Tap::new(file) {
+        let Some(queues) = self.control.take_files(client) else { return };
+        let (came, wanted) = (queues.len(), self.slots.queues());
+        if came != wanted {
+            let message =
+                format!("a network device of this VM has {wanted} queues of a tap, and {came} came");
+            return self.control.refuse(client, message);
+        }
+        match Tap::new(queues) {
             Ok(tap) => {
                 let device = Net::new(tap, mac, &self.slots.net);
                 let attached = self.slots.attach_nic(device);
@@ -276,7 +282,7 @@ impl Vm {
     }
 
     fn attach_block(&mut self, client: u32, disk: &DiskRequest) {
-        let Some(file) = self.control.take_file(client) else { return };
+        let Some(file) = self.control.take_files(client).and_then(|mut files| files.pop()) else { return };
         let DiskRequest { serial, read_only, discards } = disk;
         match Block::open(file, serial, *read_only, *discards, &self.slots.block) {
             Ok(device) => {

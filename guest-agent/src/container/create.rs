@@ -172,6 +172,7 @@ fn assemble(
         is_paused: RwLock::new(false),
         common,
         interface_sysctls: Vec::new(),
+        cards: Default::default(),
         host_sockets: HostSockets::default(),
         huge_pages: Arc::default(),
         updates: Arc::default(),

@@ -33,6 +33,8 @@ pub struct Container {
     pub(super) common: CommonConfig,
     /// Files below /proc/sys and their values, for when it is started.
     pub(super) interface_sysctls: Vec<(PathBuf, String)>,
+    /// The permanent addresses of the network cards that were moved to its network namespace, for its sake.
+    pub(super) cards: StdMutex<Vec<[u8; 6]>>,
     /// The sockets of the host that it mounts.
     pub(super) host_sockets: HostSockets,
     /// The huge pages that are set aside for it. Locked in other threads than the agent's own: the kernel may take
@@ -47,6 +49,11 @@ pub struct Container {
 }
 
 impl Container {
+    /// Its id.
+    pub fn id(&self) -> &str {
+        &self.id
+    }
+
     /// The pid of its init in the agent's pid namespace.
     pub fn pid(&self) -> i32 {
         self.init.pid()

@@ -1,7 +1,10 @@
 //! The network of a container: the guest's network cards, the parameters of its interfaces, connections from the host
 //! to its loopback interface, and docker's name server.
 
-use std::{os::fd::AsFd, sync::Arc};
+use std::{
+    os::fd::AsFd,
+    sync::{Arc, PoisonError},
+};
 
 use bulkhead_agent_api::agent::ChangeRoutingRequest;
 
@@ -15,7 +18,25 @@ use crate::network::{
 impl Container {
     /// Moves the card into the container's network namespace and sets it up.
     pub async fn configure_network(self: Arc<Self>, interface: Interface) -> Result<(), ContainerError> {
-        on_own_thread(move || network::configure(self.init_pidfd.as_fd(), &interface)).await
+        on_own_thread(move || {
+            // Also if this fails: the card may be there then.
+            let card = interface.card();
+            let mut cards = self.cards.lock().unwrap_or_else(PoisonError::into_inner);
+            cards.retain(|other| *other != card);
+            cards.push(card);
+            drop(cards);
+            network::configure(self.init_pidfd.as_fd(), &interface)
+        })
+        .await
+    }
+
+    /// Has its network cards use the processors that are online now.
+    pub async fn spread_network(self: Arc<Self>) -> Result<(), ContainerError> {
+        let cards = self.cards.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        if cards.is_empty() {
+            return Ok(());
+        }
+        on_own_thread(move || network::spread(self.init_pidfd.as_fd(), &cards)).await
     }
 
     /// Changes an interface in the container's network namespace.
@@ -25,7 +46,13 @@ impl Container {
 
     /// Takes the card out of the container's network namespace.
     pub async fn remove_network(self: Arc<Self>, card: Vec<u8>) -> Result<(), ContainerError> {
-        on_own_thread(move || network::remove(self.init_pidfd.as_fd(), &card)).await
+        on_own_thread(move || {
+            network::remove(self.init_pidfd.as_fd(), &card)?;
+            let mut cards = self.cards.lock().unwrap_or_else(PoisonError::into_inner);
+            cards.retain(|other| *other != *card);
+            Ok(())
+        })
+        .await
     }
 
     /// Changes the rules of policy routing in the container's network namespace.

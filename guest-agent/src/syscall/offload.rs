@@ -73,8 +73,8 @@ pub fn enable_offload(index: u32, name: &str) -> io::Result<()> {
     request(index, &mut features)
 }
 
-/// Sends a request of ethtool, one of the three structures above.
-fn request<T>(index: u32, argument: &mut T) -> io::Result<()> {
+/// Sends a request of ethtool: a structure of the command in its first field, with room for all that the kernel writes.
+pub(super) fn request<T>(index: u32, argument: &mut T) -> io::Result<()> {
     let socket = std::net::UdpSocket::bind("0.0.0.0:0")?;
     // SAFETY: all-zero bytes are a valid ifreq.
     let mut request: libc::ifreq = unsafe { std::mem::zeroed() };

@@ -149,16 +149,19 @@ pub(crate) async fn scan(vmm: ProcessId, operation: impl Send + 'static) -> Resu
     blocking::run(scan, drop).await.map_err(broken)?
 }
 
-/// Makes a tap for a network card in the network namespace of the VMM.
+/// Makes a tap with this many queues for a network card, in the network namespace of the VMM.
 pub(crate) async fn make_tap(
     vmm: ProcessId,
     card: CardNumber,
+    queues: usize,
     operation: impl Send + 'static,
-) -> Result<File, NetworkError> {
+) -> Result<Vec<File>, NetworkError> {
     let make = move || {
         let tap = card.tap();
-        let create =
-            || bulkhead_vmm_api::tap::create(&tap).map_err(failed(format!("making the tap device {tap}")));
+        let create = || {
+            bulkhead_vmm_api::tap::create(&tap, queues)
+                .map_err(failed(format!("making the tap device {tap}")))
+        };
         (inside(vmm).and_then(|netns| netns::visit(&netns, create)), operation).0
     };
     blocking::run(make, drop).await.map_err(broken)?

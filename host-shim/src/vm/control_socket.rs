@@ -4,7 +4,7 @@ use std::{
     fs::File,
     io::{self, IoSlice},
     ops::RangeInclusive,
-    os::fd::AsRawFd,
+    os::fd::{AsRawFd, RawFd},
     path::PathBuf,
     time::Duration,
 };
@@ -98,9 +98,10 @@ impl Control {
         timeout(RESIZE, taken).await.unwrap_or(Err(ResizeError::Silent))
     }
 
-    /// Adds a network device with this address on the tap device `tap`.
-    pub(crate) async fn attach_nic(&self, mac: String, tap: &File) -> Result<(), AttachError> {
-        self.attach(&ControlRequest::AttachNic { mac }, tap).await
+    /// Adds a network device with this address on a tap device, of which `tap` has the queues.
+    pub(crate) async fn attach_nic(&self, mac: String, tap: &[File]) -> Result<(), AttachError> {
+        let queues: Vec<_> = tap.iter().map(AsRawFd::as_raw_fd).collect();
+        self.attach(&ControlRequest::AttachNic { mac }, &queues).await
     }
 
     /// Adds a block device on the host's device `file`. The guest finds it by `serial`.
@@ -111,7 +112,7 @@ impl Control {
         discards: bool,
         file: &impl AsRawFd,
     ) -> Result<(), AttachError> {
-        self.attach(&ControlRequest::AttachBlock { serial, read_only, discards }, file).await
+        self.attach(&ControlRequest::AttachBlock { serial, read_only, discards }, &[file.as_raw_fd()]).await
     }
 
     /// Takes the block device with this serial number away.
@@ -126,14 +127,12 @@ impl Control {
         timeout(DETACH, detached).await.unwrap_or(Err(AttachError::Silent))
     }
 
-    async fn attach(&self, request: &ControlRequest, file: &impl AsRawFd) -> Result<(), AttachError> {
-        let file = file.as_raw_fd();
+    async fn attach(&self, request: &ControlRequest, files: &[RawFd]) -> Result<(), AttachError> {
         let attached = async {
             let stream = UnixStream::connect(&self.path).await?;
             let line = line(request)?;
             let send = || {
-                let (bytes, files) = ([IoSlice::new(&line)], [file]);
-                let files = [ControlMessage::ScmRights(&files)];
+                let (bytes, files) = ([IoSlice::new(&line)], [ControlMessage::ScmRights(files)]);
                 Ok(sendmsg::<()>(stream.as_raw_fd(), &bytes, &files, MsgFlags::MSG_NOSIGNAL, None)?)
             };
             stream.writable().await?;

@@ -19,7 +19,7 @@ pub mod tap;
 mod working_set;
 
 /// Version of this interface. A VMM refuses a configuration of any other version.
-pub const API_VERSION: u32 = 14;
+pub const API_VERSION: u32 = 15;
 
 /// The first port of the host that the VMM assigns to connections by [`VmConfig::vsock`] that name no source port.
 pub const FIRST_HOST_PORT: u32 = 1 << 30;
@@ -30,6 +30,15 @@ pub const BLOCK_MIB: u32 = 128;
 /// The most devices that [`ControlRequest::AttachNic`] and [`ControlRequest::AttachBlock`] add to a VM and that it has
 /// at the same time, if its other devices leave as many interrupts.
 pub const ATTACHABLE_DEVICES: usize = 10;
+
+/// The most queues of a block device, and the most pairs of queues of a network device. Each costs a VM a thread.
+pub const MOST_QUEUES: u8 = 4;
+
+/// How many queues each block device of a VM has, and how many pairs of queues each network device: one for each vCPU
+/// that the VM can have, up to [`MOST_QUEUES`].
+pub fn queues(vcpus: u8) -> usize {
+    vcpus.clamp(1, MOST_QUEUES).into()
+}
 
 /// The most bytes of [`ControlRequest::AttachBlock::serial`] (virtio 1.3, 5.2.6).
 pub const MAX_SERIAL: usize = 20;
@@ -190,8 +199,9 @@ pub enum ControlRequest {
     /// Says what the devices have done since the VMM has started. The reply is [`ControlReply::Devices`]. An
     /// older VMM, which does not know the request, replies [`ControlReply::Error`].
     DeviceCounts,
-    /// Adds a network device. A VM gets at most [`ATTACHABLE_DEVICES`] after its start. A file descriptor of its tap
-    /// device, as [`tap::create`] makes one, is sent with the request (SCM_RIGHTS). The guest finds the device when it
+    /// Adds a network device. A VM gets at most [`ATTACHABLE_DEVICES`] after its start. The file descriptors of its tap
+    /// device, as [`tap::create`] makes them with so many [`queues`], are sent with the request in one message
+    /// (SCM_RIGHTS). The guest finds the device when it
     /// probes the placeholders on its command line again: until then they have the device ID 0 (virtio 1.3, 4.2.2).
     /// With [`Transport::Pci`] it finds the device when it scans the bus again. A network device is not removed before
     /// the VM ends. A VM that will be saved gets no device.
@@ -293,7 +303,7 @@ mod tests {
 
     #[test]
     fn a_configuration_says_no_more_than_it_must() {
-        let text = r#"{"api_version":14,"kernel":"k","initramfs":"i","vcpus":1,"memory_mib":256,
+        let text = r#"{"api_version":15,"kernel":"k","initramfs":"i","vcpus":1,"memory_mib":256,
             "control":"control.sock","vsock":"vsock.sock"}"#;
         let config: VmConfig = serde_json::from_str(text).unwrap();
         assert_eq!((&config.console, &config.netns), (&None, &None));

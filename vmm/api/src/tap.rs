@@ -25,21 +25,36 @@ struct Request {
     rest: [u8; 22],
 }
 
-/// Makes the tap device `name` in the network namespace of this thread. Reads and writes do not block. The kernel
-/// removes it when the file is closed.
-pub fn create(name: &str) -> io::Result<File> {
-    let mut request = Request { flags: FLAGS as i16, ..Request::default() };
+/// Makes the tap device `name` in the network namespace of this thread, with this many queues. Each file is a queue.
+/// Reads and writes do not block. The kernel removes the device when all of them are closed.
+pub fn create(name: &str, queues: usize) -> io::Result<Vec<File>> {
+    let several = if queues > 1 { libc::IFF_MULTI_QUEUE } else { 0 };
+    (0..queues).map(|_| open_queue(name, FLAGS | several)).collect()
+}
+
+/// Makes the device with its first queue, or adds a queue to the device.
+fn open_queue(name: &str, flags: c_int) -> io::Result<File> {
+    let mut request = Request { flags: flags as i16, ..Request::default() };
     // The name must end with a NUL.
     let room = &mut request.name[..libc::IFNAMSIZ - 1];
     let place = room.get_mut(..name.len()).ok_or(io::ErrorKind::InvalidInput)?;
     place.copy_from_slice(name.as_bytes());
     let tun = File::options().read(true).write(true).custom_flags(libc::O_NONBLOCK).open("/dev/net/tun")?;
-    // SAFETY: TUNSETIFF reads a `struct ifreq`, and `request` has its layout.
-    check(unsafe { libc::ioctl(tun.as_raw_fd(), libc::TUNSETIFF as c_ulong, &raw const request) })?;
+    // SAFETY: TUNSETIFF reads and writes a `struct ifreq`, and `request` has its layout.
+    check(unsafe { libc::ioctl(tun.as_raw_fd(), libc::TUNSETIFF as c_ulong, &raw mut request) })?;
     let header_len = HEADER_LEN as c_int;
     // SAFETY: TUNSETVNETHDRSZ reads an int.
     check(unsafe { libc::ioctl(tun.as_raw_fd(), libc::TUNSETVNETHDRSZ as c_ulong, &raw const header_len) })?;
     Ok(tun)
+}
+
+/// Attaches a queue to its tap device, or detaches it. The kernel gives packets to attached queues only. A new queue is
+/// attached. It is an error if it is so already.
+pub fn set_attached(queue: &impl AsRawFd, is_attached: bool) -> io::Result<()> {
+    let flags = if is_attached { libc::IFF_ATTACH_QUEUE } else { libc::IFF_DETACH_QUEUE };
+    let request = Request { flags: flags as i16, ..Request::default() };
+    // SAFETY: TUNSETQUEUE reads a `struct ifreq`, and `request` has its layout.
+    check(unsafe { libc::ioctl(queue.as_raw_fd(), libc::TUNSETQUEUE as c_ulong, &raw const request) })
 }
 
 fn check(result: c_int) -> io::Result<()> {

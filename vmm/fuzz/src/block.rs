@@ -4,14 +4,16 @@
 use std::{fs::File, os::unix::fs::FileExt};
 
 use anyhow::{Result, ensure};
-use bulkhead_vmm::virtio::block::{Block, BlockThread};
+use bulkhead_vmm::virtio::block::{Block, BlockThreads};
 
 use crate::{
     guest::{BUFFERS, Buffer, Guest},
     input::Input,
 };
 
+/// The queue of the last check, and how many there are.
 const QUEUE: usize = 0;
+const QUEUES: usize = 2;
 const SECTOR: u64 = 512;
 /// Sectors of the disk. The file has half a sector more.
 const SECTORS: u64 = 64;
@@ -30,14 +32,16 @@ pub fn run(bytes: &[u8]) -> Result<()> {
     file.set_len(SECTORS * SECTOR)?;
     file.write_all_at(&BEYOND, SECTORS * SECTOR)?;
     let read_only = input.u8() % 4 == 3;
-    let device = Block::open(file.try_clone()?, "8:16", read_only, true, &BlockThread::start()?)?;
+    let device = Block::open(file.try_clone()?, "8:16", read_only, true, &BlockThreads::start(QUEUES)?)?;
     let mut guest = Guest::new(Box::new(device), "block")?;
     guest.start();
     while !input.is_over() {
-        match input.below(8) {
+        // The low bits say what is done, and the highest one by which queue.
+        let act = input.u8();
+        match act % 8 {
             0 => guest.misbehave(&mut input),
             1 => guest.start(),
-            _ => ask(&mut guest, &mut input),
+            _ => ask(&mut guest, usize::from(act >> 7), &mut input),
         }
     }
     guest.behave();
@@ -45,7 +49,7 @@ pub fn run(bytes: &[u8]) -> Result<()> {
 }
 
 /// Sends a request that is legal or nearly so.
-fn ask(guest: &mut Guest, input: &mut Input) {
+fn ask(guest: &mut Guest, queue: usize, input: &mut Input) {
     let kind = if input.u8() < 240 { input.choose(&KINDS) } else { input.u32() };
     let sector = sector(input);
     write_header(guest, kind, sector);
@@ -60,8 +64,8 @@ fn ask(guest: &mut Guest, input: &mut Input) {
     if input.u8() > 240 {
         buffers.remove(input.below(buffers.len()));
     }
-    guest.offer(QUEUE, &buffers);
-    guest.kick(QUEUE);
+    guest.offer(queue, &buffers);
+    guest.kick(queue);
 }
 
 fn sector(input: &mut Input) -> u64 {

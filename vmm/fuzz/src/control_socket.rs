@@ -51,7 +51,7 @@ pub fn run(bytes: &[u8]) -> Result<()> {
                 }
                 Command::DetachBlock { client, .. } => server.done(client),
                 Command::AttachNic { client, .. } | Command::AttachBlock { client, .. } => {
-                    server.take_file(client).context("a device without a file")?;
+                    server.take_files(client).context("a device without a file")?;
                     server.done(client);
                 }
                 _ => {}

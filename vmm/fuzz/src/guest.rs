@@ -67,10 +67,10 @@ pub struct Buffer {
 pub struct Guest {
     transport: Arc<dyn Transport>,
     memory: GuestMemory,
-    /// The name of the device's thread, by which it is found. There is one guest at a time.
+    /// The name of the device's threads, by which they are found. There is one guest at a time.
     worker: &'static str,
-    /// The thread's directory in /proc, after the first start.
-    thread: Option<PathBuf>,
+    /// The directories in /proc of the threads, after the first start.
+    threads: Vec<PathBuf>,
     sizes: Vec<u16>,
     next_avail: Vec<u16>,
     next_descriptor: Vec<u16>,
@@ -99,7 +99,7 @@ impl Guest {
             transport,
             memory,
             worker,
-            thread: None,
+            threads: Vec::new(),
             next_descriptor: next_avail.clone(),
             sizes,
             next_avail,
@@ -160,7 +160,7 @@ impl Guest {
             DRIVER_OK,
             "a driver that keeps to the rules is taken for broken"
         );
-        self.thread = Some(self.find_thread());
+        self.threads = self.find_threads();
     }
 
     /// From now on the driver is legal.
@@ -169,17 +169,21 @@ impl Guest {
         meddle::end();
     }
 
-    /// The directory of the device's thread. Waits until the thread is idle, because it has no name before it runs.
-    fn find_thread(&self) -> PathBuf {
+    /// The directories of the device's threads. Waits until the threads are idle, because they have no name before they
+    /// run.
+    fn find_threads(&self) -> Vec<PathBuf> {
         let deadline = Instant::now() + PATIENCE;
-        let is_worker = |task: &PathBuf| {
-            fs::read_to_string(task.join("comm")).is_ok_and(|name| name.trim_end() == self.worker)
+        // A thread of an ordinary test has the name of the test, which may be that of the device too. It has no filter
+        // of system calls.
+        let has = |task: &Path, file: &str, line: &str| {
+            fs::read_to_string(task.join(file)).is_ok_and(|text| text.lines().any(|it| it == line))
         };
+        let is_worker = |task: &PathBuf| has(task, "comm", self.worker) && has(task, "status", "Seccomp:\t2");
         loop {
             let tasks = fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
-            let mut workers = tasks.map(|task| task.path()).filter(is_worker);
-            if let Some(thread) = workers.find(|task| sleeps_in(task, &[EPOLL_WAIT])) {
-                return thread;
+            let workers: Vec<_> = tasks.map(|task| task.path()).filter(is_worker).collect();
+            if !workers.is_empty() && workers.iter().all(|task| sleeps_in(task, &[EPOLL_WAIT])) {
+                return workers;
             }
             assert!(Instant::now() < deadline, "there is no thread {} that waits", self.worker);
             thread::yield_now();
@@ -260,11 +264,12 @@ impl Guest {
         self.settle();
     }
 
-    /// Waits until the device's thread is idle or has ended. This makes each run of a program the same.
+    /// Waits until the device's threads are idle or have ended. This makes each run of a program the same. One that the
+    /// first of them wakes comes after it.
     pub fn settle(&self) {
         let deadline = Instant::now() + PATIENCE;
         let is_busy = |thread: &PathBuf| thread.exists() && !sleeps_in(thread, &[EPOLL_WAIT, FUTEX]);
-        while self.thread.as_ref().is_some_and(is_busy) {
+        while self.threads.iter().any(is_busy) {
             assert!(Instant::now() < deadline, "the thread {} does not come to rest", self.worker);
             thread::yield_now();
         }

@@ -98,7 +98,7 @@ mod tests {
         layout::Resources,
         memory,
         virtio::{
-            block::{Block, BlockThread},
+            block::{Block, BlockThreads},
             mmio::MmioTransport,
             msix::{Message, Router},
             pci::PciTransport,
@@ -235,7 +235,7 @@ mod tests {
             }
         }
         let body = || {
-            let thread = BlockThread::start().unwrap();
+            let thread = BlockThreads::start(1).unwrap();
             let memory = memory::lay_out(&[(0, 0x10000)], 0).unwrap();
             let made = thread::spawn(move || {
                 let files = [(); 2].map(|()| tempfile::tempfile().unwrap());

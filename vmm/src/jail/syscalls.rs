@@ -215,8 +215,10 @@ const NET: &[Allowed] = &[
     // Moving a packet between the tap device and guest memory.
     any(libc::SYS_readv),
     any(libc::SYS_writev),
-    // Enabling the offloads that the driver has negotiated.
+    // Enabling the offloads that the driver has negotiated,
     when(libc::SYS_ioctl, &[is(1, libc::TUNSETOFFLOAD)]),
+    // and as many queues of the tap device as it uses.
+    when(libc::SYS_ioctl, &[is(1, libc::TUNSETQUEUE)]),
 ];
 
 const BLOCK: &[Allowed] = &[

@@ -11,9 +11,9 @@ use crate::{
     GuestMemory,
     virtio::{
         VirtioDevice,
-        block::{Block, BlockThread, Disk},
+        block::{Block, BlockThreads, Disk},
         mmio::MmioTransport,
-        net::{Net, NetThread},
+        net::{Net, NetThreads},
         pci::PciTransport,
         slot::{Slot, Transport},
         transport::{IoEventFd, TransportError},
@@ -122,10 +122,10 @@ fn failed(what: &'static str) -> impl Fn(kvm_ioctls::Error) -> PlugError {
 /// The slots for devices that are attached while the VM runs, and the threads that will serve them.
 pub struct DeviceSlots {
     plug: Plug,
-    /// That of network devices.
-    pub net: NetThread,
-    /// That of block devices.
-    pub block: BlockThread,
+    /// Those of network devices.
+    pub net: NetThreads,
+    /// Those of block devices.
+    pub block: BlockThreads,
     /// The slots that are free. The last one is the next.
     free: Vec<Arc<Slot>>,
     /// The block devices.
@@ -145,7 +145,7 @@ struct AttachedDisk {
 
 impl DeviceSlots {
     /// All `slots` are free.
-    pub fn new(plug: Plug, net: NetThread, block: BlockThread, mut slots: Vec<Arc<Slot>>) -> Self {
+    pub fn new(plug: Plug, net: NetThreads, block: BlockThreads, mut slots: Vec<Arc<Slot>>) -> Self {
         slots.reverse();
         Self {
             plug,
@@ -156,6 +156,11 @@ impl DeviceSlots {
             gone_counts: BlockCounts::default(),
             gone: Vec::new(),
         }
+    }
+
+    /// How many pairs of queues a network device has.
+    pub fn queues(&self) -> usize {
+        self.net.count()
     }
 
     /// What the guest has requested of all block devices that it has or had.
@@ -255,7 +260,7 @@ mod tests {
             .open(dir.path().join("disk"))
             .unwrap();
         file.set_len(4096).unwrap();
-        let block = Block::open(file, "a", true, false, &BlockThread::start().unwrap()).unwrap();
+        let block = Block::open(file, "a", true, false, &BlockThreads::start(1).unwrap()).unwrap();
         let memory = crate::memory::lay_out(&[(0, 0x10000)], 0).unwrap();
         let device = MmioTransport::new(Box::new(block), memory, RESOURCES).unwrap();
         let slot = Slot::new(Kind::Mmio, RESOURCES);

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::virtio::{InterruptState, pci::PciState, slot::Transport, transport::registers::Registers};
 
-/// The registers of a device. The rest of its state is in its queues in guest memory.
+/// The state of a device. The rest is in its queues in guest memory.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DeviceState {
@@ -15,6 +15,8 @@ pub struct DeviceState {
     features: u64,
     interrupt: InterruptState,
     registers: Registers,
+    /// What the driver has set otherwise, see [`crate::virtio::VirtioDevice::driver_state`].
+    driver_state: u16,
     /// What a PCI function has besides.
     pci: Option<PciState>,
 }
@@ -23,10 +25,10 @@ impl DeviceState {
     /// Stops the device and returns its state. Its connections and open files are lost.
     pub fn save(transport: &dyn Transport) -> io::Result<Self> {
         let core = transport.core();
-        let registers = core.stop()?;
+        let (registers, driver_state) = core.stop()?;
         let (device_type, features) = core.identity();
         let pci = transport.pci().map(|function| function.save());
-        Ok(Self { device_type, features, interrupt: core.interrupt().save(), registers, pci })
+        Ok(Self { device_type, features, interrupt: core.interrupt().save(), registers, driver_state, pci })
     }
 
     /// Restores what is to be known of a new device of the same type before one of them is activated: the interrupt
@@ -48,7 +50,7 @@ impl DeviceState {
     /// interrupt controllers must have been restored before.
     pub fn restore(&self, transport: &dyn Transport) -> io::Result<()> {
         let core = transport.core();
-        core.resume(&self.registers)?;
+        core.resume(&self.registers, self.driver_state)?;
         core.interrupt().restore(self.interrupt)
     }
 }

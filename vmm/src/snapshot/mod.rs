@@ -40,7 +40,7 @@ pub use error::StateError;
 pub use memory_file::{Extent, SavedMemoryError, restore_memory, save_memory};
 
 /// The version of the format. It changes when the meaning of the files changes.
-pub const FORMAT: u32 = 3;
+pub const FORMAT: u32 = 4;
 /// The most bytes of a [`STATE_FILE`] that are read: a few times what 255 vCPUs and some million extents take.
 const LONGEST_STATE: u64 = 64 << 20;
 /// The program of the VMM.
@@ -403,8 +403,8 @@ mod tests {
         assert!(cut.contains("state.json is damaged: EOF"), "{cut}");
         let empty = Host::new().refusal(|_| String::new());
         assert!(empty.contains("state.json is damaged"), "{empty}");
-        let of_another_time = Host::new().refusal(|text| text.replace("\"format\":3", "\"format\":9"));
-        assert_eq!(of_another_time, "restore_from: the VM was saved in format 9, this VMM supports 3");
+        let of_another_time = Host::new().refusal(|text| text.replace("\"format\":4", "\"format\":9"));
+        assert_eq!(of_another_time, "restore_from: the VM was saved in format 9, this VMM supports 4");
         let host = Host::new();
         fs::remove_file(host.path(STATE_FILE)).unwrap();
         assert!(reason(host.open()).contains("cannot read"));

@@ -44,6 +44,17 @@ pub trait VirtioDevice: Send {
     /// After all jobs have ended, the device can be activated again.
     fn activate(&mut self, activation: Activation) -> io::Result<Vec<Job>>;
 
+    /// What the driver has set since it has activated the device, and not by registers, for
+    /// [`VirtioDevice::set_driver_state`]. Queues in guest memory do not say it.
+    fn driver_state(&self) -> u16 {
+        0
+    }
+
+    /// Sets that of a saved device, before this one is activated in its place. An error: no driver can have set it.
+    fn set_driver_state(&mut self, state: u16) -> io::Result<()> {
+        if state == 0 { Ok(()) } else { Err(io::Error::other("it has no such state")) }
+    }
+
     /// Stops what [`VirtioDevice::activate`] has started besides the jobs that it returned. It may be called before the
     /// device is activated. `TimedOut` means that the device is still served.
     fn deactivate(&mut self) -> io::Result<()> {

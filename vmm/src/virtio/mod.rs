@@ -25,6 +25,7 @@ pub mod net;
 pub mod pci;
 pub mod pci_bus;
 pub mod queue;
+mod queue_threads;
 pub mod rng;
 mod shared_thread;
 pub mod slot;

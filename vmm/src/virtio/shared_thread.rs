@@ -1,4 +1,4 @@
-//! A thread that serves all devices of a kind.
+//! A thread that serves all devices of a kind, or one of their queues each ([`super::queue_threads`]).
 //!
 //! A device that is attached while the VM runs cannot have a thread of its own: the jail forbids starting one. So the
 //! thread is told of each change: a device that it is to serve from now on, or no longer. Then it rebuilds its epoll
@@ -8,7 +8,7 @@ use std::{
     error::Error,
     io, mem,
     sync::{Arc, Condvar, Mutex, PoisonError},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use vmm_sys_util::{
@@ -19,7 +19,7 @@ use vmm_sys_util::{
 use super::{
     Interrupt,
     device::conclude,
-    device_threads::{DeviceThreads, STOP_TIMEOUT},
+    device_threads::DeviceThreads,
     event_loop::{EventError, EventHandler, Events},
 };
 use crate::{
@@ -68,20 +68,11 @@ pub(super) trait Service {
 }
 
 /// The most sources of events of a device.
-pub(super) const SOURCES: u64 = 3;
+pub(super) const SOURCES: u64 = 4;
 
-/// The thread. Clones are the same.
-pub struct SharedThread<D>(Arc<Owner<D>>);
-
-impl<D> Clone for SharedThread<D> {
-    fn clone(&self) -> Self {
-        Self(self.0.clone())
-    }
-}
-
-/// Ends the thread when it is dropped.
-struct Owner<D> {
-    /// Dropped first: waits for the thread, which [`Owner::drop`] has told to end.
+/// The thread. It ends when this is dropped.
+pub(super) struct SharedThread<D> {
+    /// Dropped first: waits for the thread, which [`SharedThread::drop`] has told to end.
     _threads: Mutex<DeviceThreads>,
     shared: Arc<Shared<D>>,
     timeout: Duration,
@@ -90,8 +81,8 @@ struct Owner<D> {
 /// What the thread and those who tell it something have together.
 struct Shared<D> {
     changes: Mutex<Changes<D>>,
-    /// Signalled after a change was added.
-    changed: EventFd,
+    /// Signalled after a change was added, or if the thread is to begin anew.
+    changed: Arc<EventFd>,
     /// Notified when the thread has applied changes.
     applied: Condvar,
 }
@@ -114,58 +105,48 @@ struct Active<D> {
     device: D,
 }
 
-#[allow(private_bounds, reason = "the kinds of devices are known here, and nobody else adds one")]
 impl<D: ActiveDevice> SharedThread<D> {
-    /// Starts the thread, which waits for the first device in the jail of its role.
-    pub fn start() -> Result<Self, ThreadError> {
-        Self::start_with(STOP_TIMEOUT)
-    }
-
-    fn start_with(timeout: Duration) -> Result<Self, ThreadError> {
+    /// Starts the thread, which waits for the first device in the jail of its role. A change of what it serves may take
+    /// as long as `timeout`.
+    pub(super) fn start(timeout: Duration) -> Result<Self, ThreadError> {
         let failed = |source| ThreadError::Start { name: D::ROLE.name().to_owned(), source };
         let changed = EventFd::new(EFD_NONBLOCK | libc::EFD_CLOEXEC).map_err(failed)?;
         let changes =
             Changes { waiting: Vec::new(), known: Vec::new(), made: 0, done: 0, next: 0, is_ended: false };
-        let shared = Arc::new(Shared { changes: Mutex::new(changes), changed, applied: Condvar::new() });
+        let shared = Arc::new(Shared {
+            changes: Mutex::new(changes),
+            changed: Arc::new(changed),
+            applied: Condvar::new(),
+        });
         let mut threads = DeviceThreads::spawn(D::ROLE, 1)?;
         let of_thread = shared.clone();
         threads.start(vec![Box::new(move |_| of_thread.serve())]).map_err(failed)?;
-        Ok(Self(Arc::new(Owner { _threads: Mutex::new(threads), shared, timeout })))
+        Ok(Self { _threads: Mutex::new(threads), shared, timeout })
     }
 
     /// The id of a new device.
     pub(super) fn register(&self) -> u32 {
-        let mut changes = lock(&self.0.shared.changes);
+        let mut changes = lock(&self.shared.changes);
         changes.next += 1;
         changes.next
     }
 
-    /// Serves a device from now on, in the place of what was active with this id. After an error it is not served.
-    pub(super) fn activate(&self, id: u32, device: D) -> io::Result<()> {
-        let activated = self.0.change(id, Some(device));
-        if activated.is_err() {
-            self.0.shared.add(id, None);
-        }
-        activated
-    }
-
-    /// Serves a device no longer. `TimedOut` means that the thread is stuck in a request, perhaps of this device. It
-    /// serves this device no longer when it goes on.
-    pub(super) fn deactivate(&self, id: u32) -> io::Result<()> {
-        if !lock(&self.0.shared.changes).known.contains(&id) {
-            return Ok(());
-        }
-        self.0.change(id, None)
-    }
-}
-
-impl<D> Owner<D> {
-    /// Tells the thread of a change, and waits until it has applied it.
-    fn change(&self, id: u32, device: Option<D>) -> io::Result<()> {
+    /// Tells the thread to serve a device from now on, in the place of what was active with this id, or with None to
+    /// serve it no longer. Returns the number of the change, for [`SharedThread::wait`]. None: there is nothing to do.
+    pub(super) fn begin(&self, id: u32, device: Option<D>) -> Option<u64> {
         let shared = &self.shared;
-        let number = shared.add(id, device);
+        if device.is_none() && !lock(&shared.changes).known.contains(&id) {
+            return None;
+        }
+        Some(shared.add(id, device))
+    }
+
+    /// Waits until the thread has applied a change. `TimedOut` means that the thread is stuck in a request, perhaps of
+    /// this device. It applies the change when it goes on.
+    pub(super) fn wait(&self, change: Option<u64>, deadline: Deadline) -> io::Result<()> {
+        let (Some(number), shared) = (change, &self.shared) else { return Ok(()) };
         let is_waiting = |changes: &mut Changes<D>| changes.done < number && !changes.is_ended;
-        let waited = shared.applied.wait_timeout_while(lock(&shared.changes), self.timeout, is_waiting);
+        let waited = shared.applied.wait_timeout_while(lock(&shared.changes), deadline.left(), is_waiting);
         let (changes, _) = waited.unwrap_or_else(PoisonError::into_inner);
         match changes.done {
             done if done >= number => Ok(()),
@@ -173,9 +154,44 @@ impl<D> Owner<D> {
             _ => Err(io::ErrorKind::TimedOut.into()),
         }
     }
+
+    /// Wakes the thread from elsewhere.
+    pub(super) fn waker(&self) -> Waker {
+        Waker(self.shared.changed.clone())
+    }
+
+    /// How long a change may take.
+    pub(super) fn timeout(&self) -> Duration {
+        self.timeout
+    }
 }
 
-impl<D> Drop for Owner<D> {
+/// Has a thread begin to serve its devices anew, and so look at all of their queues and files.
+#[derive(Clone)]
+pub(super) struct Waker(Arc<EventFd>);
+
+impl Waker {
+    pub(super) fn wake(&self) {
+        // Fails only if the counter is full, and then the event is signalled already.
+        let _ = self.0.write(1);
+    }
+}
+
+/// When nobody waits any longer.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Deadline(Instant);
+
+impl Deadline {
+    pub(super) fn after(timeout: Duration) -> Self {
+        Self(Instant::now() + timeout)
+    }
+
+    fn left(self) -> Duration {
+        self.0.saturating_duration_since(Instant::now())
+    }
+}
+
+impl<D> Drop for SharedThread<D> {
     fn drop(&mut self) {
         lock(&self.shared.changes).is_ended = true;
         self.shared.signal();
@@ -292,143 +308,5 @@ impl<S: Service> EventHandler for All<S> {
             }
         }
         Ok(busy)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::{
-        os::fd::AsRawFd,
-        sync::{
-            atomic::{AtomicU32, Ordering},
-            mpsc::{Receiver, Sender, channel},
-        },
-    };
-
-    use super::*;
-
-    /// A device that counts how often it was served, and is stuck then until its gate opens, if it has one.
-    struct Fake {
-        kick: EventFd,
-        served: Arc<AtomicU32>,
-        gate: Option<Receiver<()>>,
-        interrupt: Interrupt,
-        log: RateLimitedLog,
-    }
-
-    impl Fake {
-        fn new(served: &Arc<AtomicU32>) -> Self {
-            let event = || EventFd::new(EFD_NONBLOCK).unwrap();
-            let (kick, interrupt) = (event(), Interrupt::new(event()));
-            Self { kick, served: served.clone(), gate: None, interrupt, log: RateLimitedLog::default() }
-        }
-
-        /// One that is stuck when it is served, until something is sent.
-        fn stuck(served: &Arc<AtomicU32>) -> (Self, Sender<()>) {
-            let (open, gate) = channel();
-            (Self { gate: Some(gate), ..Self::new(served) }, open)
-        }
-    }
-
-    impl ActiveDevice for Fake {
-        const NAME: &'static str = "fake";
-        const ROLE: ThreadRole = ThreadRole::Rng;
-        type Service<'d> = &'d mut Fake;
-
-        fn watch(&self, events: &Events, token: impl Fn(u64) -> u64) -> Result<(), EventError> {
-            events.watch(self.kick.as_raw_fd(), EventSet::IN, token(0))
-        }
-
-        fn begin(&mut self) -> &mut Fake {
-            self
-        }
-
-        fn reporting(&self) -> (&Interrupt, &RateLimitedLog) {
-            (&self.interrupt, &self.log)
-        }
-    }
-
-    impl Service for &mut Fake {
-        type Error = EventError;
-
-        fn on_event(&mut self, _source: u64, _events: EventSet) {}
-
-        fn serve_queues(&mut self) -> Result<bool, EventError> {
-            self.served.fetch_add(1, Ordering::SeqCst);
-            if let Some(gate) = &self.gate {
-                let _ = gate.recv();
-            }
-            Ok(false)
-        }
-
-        fn reporting(&self) -> (&Interrupt, &RateLimitedLog) {
-            (&self.interrupt, &self.log)
-        }
-
-        fn end(self) {}
-    }
-
-    fn wait_until(is_so: impl Fn() -> bool) {
-        while !is_so() {
-            std::thread::yield_now();
-        }
-    }
-
-    #[test]
-    fn a_device_is_served_until_it_is_stopped() {
-        let thread = SharedThread::start().unwrap();
-        let counts = [0; 2].map(|_| Arc::new(AtomicU32::new(0)));
-        let [first, second] = [0; 2].map(|_| thread.register());
-        let fake = Fake::new(&counts[0]);
-        let kick = fake.kick.try_clone().unwrap();
-        thread.activate(first, fake).unwrap();
-        wait_until(|| counts[0].load(Ordering::SeqCst) > 0);
-        thread.activate(second, Fake::new(&counts[1])).unwrap();
-        wait_until(|| counts[1].load(Ordering::SeqCst) > 0);
-        thread.deactivate(first).unwrap();
-        let before = counts[0].load(Ordering::SeqCst);
-        kick.write(1).unwrap();
-        thread.deactivate(second).unwrap();
-        assert_eq!(counts[0].load(Ordering::SeqCst), before);
-        thread.deactivate(first).unwrap();
-    }
-
-    #[test]
-    fn a_device_that_is_stuck_for_long_does_not_stop_the_others_for_ever() {
-        let thread = SharedThread::start_with(Duration::from_millis(20)).unwrap();
-        let counts = [0; 3].map(|_| Arc::new(AtomicU32::new(0)));
-        let [stuck, second, third] = [0; 3].map(|_| thread.register());
-        let (fake, open) = Fake::stuck(&counts[0]);
-        thread.activate(stuck, fake).unwrap();
-        wait_until(|| counts[0].load(Ordering::SeqCst) > 0);
-        // The driver of the second one gives up, and that of the third one tries again.
-        let timed_out = |done: io::Result<()>| done.unwrap_err().kind() == io::ErrorKind::TimedOut;
-        assert!(timed_out(thread.activate(second, Fake::new(&counts[1]))));
-        assert!(timed_out(thread.activate(third, Fake::new(&counts[2]))));
-        // One that was never active is not waited for.
-        thread.deactivate(thread.register()).unwrap();
-        drop(open);
-        thread.activate(third, Fake::new(&counts[2])).unwrap();
-        wait_until(|| counts[2].load(Ordering::SeqCst) > 0);
-        assert_eq!(counts[1].load(Ordering::SeqCst), 0, "its driver was told that it is not active");
-    }
-
-    #[test]
-    fn one_that_was_to_stop_while_it_was_stuck_is_served_no_longer() {
-        let thread = SharedThread::start_with(Duration::from_millis(20)).unwrap();
-        let count = Arc::new(AtomicU32::new(0));
-        let (fake, open) = Fake::stuck(&count);
-        let kick = fake.kick.try_clone().unwrap();
-        let id = thread.register();
-        thread.activate(id, fake).unwrap();
-        wait_until(|| count.load(Ordering::SeqCst) > 0);
-        assert_eq!(thread.deactivate(id).unwrap_err().kind(), io::ErrorKind::TimedOut);
-        drop(open);
-        // This waits until the change was applied.
-        thread.activate(thread.register(), Fake::new(&Arc::default())).unwrap();
-        let before = count.load(Ordering::SeqCst);
-        kick.write(1).unwrap();
-        thread.activate(thread.register(), Fake::new(&Arc::default())).unwrap();
-        assert_eq!(count.load(Ordering::SeqCst), before);
     }
 }

@@ -57,6 +57,16 @@ impl Driver {
 
     /// Does the same with other memory, which must contain the same addresses.
     pub(super) fn with_memory(memory: GuestMemory, device: &mut dyn VirtioDevice, features: u64) -> Self {
+        Self::with_queues(memory, device, features, |_| true)
+    }
+
+    /// Does the same, and sets only those queues up whose indices are `ready`.
+    pub(super) fn with_queues(
+        memory: GuestMemory,
+        device: &mut dyn VirtioDevice,
+        features: u64,
+        ready: impl Fn(usize) -> bool,
+    ) -> Self {
         let line = EventFd::new(EFD_NONBLOCK).unwrap();
         let interrupt = Arc::new(Interrupt::new(line.try_clone().unwrap()));
         let mut queues = Vec::new();
@@ -69,7 +79,7 @@ impl Driver {
             queue.set_avail_ring_address(Some(base as u32 + 0x8000), None);
             queue.set_used_ring_address(Some(base as u32 + 0xa000), None);
             queue.set_event_idx(features & 1 << 29 != 0);
-            queue.set_ready(true);
+            queue.set_ready(ready(index));
             active.push(ActiveQueue { queue, kick: kick.try_clone().unwrap(), index });
             queues.push(DriverQueue { size: *size, base, kick, next_avail: 0, next_used: 0 });
         }

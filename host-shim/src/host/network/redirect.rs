@@ -15,10 +15,17 @@ use std::{
 
 use futures::TryStreamExt;
 use nix::{
-    errno::Errno::{self, EBUSY, EINVAL, ENODEV, ENOENT},
+    errno::Errno::{self, EBUSY, EEXIST, EINVAL, ENODEV, ENOENT},
     sys::statfs::{NSFS_MAGIC, fstatfs},
 };
-use rtnetlink::{Handle, LinkUnspec, packet_route::link::LinkMessage};
+use rtnetlink::{
+    Handle, LinkUnspec,
+    packet_route::{
+        RouteNetlinkMessage,
+        link::{LinkAttribute, LinkMessage},
+        tc::{TcAttribute, TcHandle, TcMessage},
+    },
+};
 
 use super::{NetworkError, failed, netns, refused, replies};
 use crate::types::error::chain;
@@ -38,7 +45,13 @@ const BUSY_PAUSE: Duration = Duration::from_millis(1);
 pub(super) fn install(netns: &File, index: u32, tap: &str, passes_replies: bool) -> Result<(), NetworkError> {
     netns::inside(netns, async |handle| {
         disable_ipv6(tap).map_err(failed(format!("disabling IPv6 on {tap}")))?;
-        let tap_index = link(&handle, tap).await.map_err(refused(format!("looking for {tap}")))?.header.index;
+        let found = link(&handle, tap).await.map_err(refused(format!("looking for {tap}")))?;
+        let tap_index = found.header.index;
+        if has_several_queues(&found)
+            && let Err(error) = send_at_once(&handle, tap_index).await
+        {
+            tracing::warn!(tap, error = chain(&error), "the tap takes much memory of the host's kernel");
+        }
         let up = LinkUnspec::new_with_index(tap_index).up().build();
         handle.link().set(up).execute().await.map_err(refused(format!("bringing {tap} up")))?;
         for (from, to) in [(tap_index, index), (index, tap_index)] {
@@ -49,6 +62,24 @@ pub(super) fn install(netns: &File, index: u32, tap: &str, passes_replies: bool)
         }
         Ok(())
     })
+}
+
+/// A tap with several queues has room for 256.
+fn has_several_queues(tap: &LinkMessage) -> bool {
+    tap.attributes.iter().any(|attribute| matches!(attribute, LinkAttribute::NumTxQueues(2..)))
+}
+
+/// Has packets go to the tap's own queues at once. Otherwise the kernel makes a qdisc for each queue for which it has
+/// room when the interface comes up, which takes 6 MiB.
+async fn send_at_once(handle: &Handle, tap: u32) -> Result<(), rtnetlink::Error> {
+    let mut message = TcMessage::with_index(tap as i32);
+    message.header.parent = TcHandle::ROOT;
+    message.attributes.push(TcAttribute::Kind("noqueue".into()));
+    match replies::create(handle, RouteNetlinkMessage::NewQueueDiscipline(message)).await {
+        // It is from an earlier connection.
+        Err(error) if is(&error, EEXIST) => Ok(()),
+        other => other,
+    }
 }
 
 /// Lets the answers to a name server through that has been started since these interfaces and taps were connected.
@@ -153,7 +184,7 @@ async fn redirect(handle: &Handle, from: u32, to: u32) -> Result<(), rtnetlink::
 async fn remove_ingress(handle: &Handle, index: u32) -> Result<(), rtnetlink::Error> {
     let mut request = handle.qdisc().del(index as i32);
     let header = &mut request.message_mut().header;
-    header.parent = rtnetlink::packet_route::tc::TcHandle::INGRESS;
+    header.parent = TcHandle::INGRESS;
     header.handle = INGRESS.into();
     request.execute().await
 }

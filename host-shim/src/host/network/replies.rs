@@ -110,7 +110,12 @@ fn filter(
 }
 
 async fn add(handle: &Handle, filter: TcMessage) -> Result<(), Error> {
-    let mut request = NetlinkMessage::from(RouteNetlinkMessage::NewTrafficFilter(filter));
+    create(handle, RouteNetlinkMessage::NewTrafficFilter(filter)).await
+}
+
+/// Creates what the message describes, which must not exist yet.
+pub(super) async fn create(handle: &Handle, message: RouteNetlinkMessage) -> Result<(), Error> {
+    let mut request = NetlinkMessage::from(message);
     request.header.flags = NLM_F_REQUEST | NLM_F_ACK | NLM_F_EXCL | NLM_F_CREATE;
     let mut answers = handle.clone().request(request)?;
     while let Some(answer) = answers.next().await {

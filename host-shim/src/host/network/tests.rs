@@ -18,6 +18,7 @@ use rtnetlink::{
         link::{LinkAttribute, LinkMessage},
         route::{RouteAttribute, RouteFlags, RouteMessage, RouteMetric, RouteScope, RouteType},
         rule::{RuleAction, RuleAttribute, RuleMessage},
+        tc::{TcAttribute, TcMessage},
     },
 };
 
@@ -441,6 +442,42 @@ fn packets_cross_both_ways_until_the_redirects_are_removed() {
         redirect::uninstall(&pod.netns(), Some(eth0), TAP).unwrap();
     }
     redirect::install(&pod.netns(), eth0, TAP, false).unwrap();
+}
+
+/// The kinds of the root qdiscs of an interface and of its queues.
+fn qdiscs(pod: &Pod, name: &str) -> Vec<String> {
+    pod.inside(async |handle| {
+        let index = index(&handle, name).await;
+        let found: Vec<_> = handle.qdisc().get().execute().try_collect().await.unwrap();
+        let of_it = found.into_iter().filter(|qdisc: &TcMessage| qdisc.header.index == index as i32);
+        let kind = |qdisc: TcMessage| {
+            qdisc.attributes.into_iter().find_map(|attribute| match attribute {
+                TcAttribute::Kind(kind) => Some(kind),
+                _ => None,
+            })
+        };
+        of_it.filter_map(kind).filter(|kind| kind != "ingress").collect()
+    })
+}
+
+#[test]
+fn a_tap_with_several_queues_has_no_qdisc_for_each() {
+    let (pod, outside) = (Pod::new(), Pod::new());
+    pod.veth("eth0", &outside, "lan");
+    let eth0 = pod.inside(async |handle| index(&handle, "eth0").await);
+    let create = |queues| bulkhead_vmm_api::tap::create(TAP, queues).map_err(failed("making a tap"));
+    let tap = |queues| netns::visit(&pod.netns(), || create(queues)).unwrap();
+    let two = tap(2);
+    for _ in 0..2 {
+        redirect::install(&pod.netns(), eth0, TAP, false).unwrap();
+        assert_eq!(qdiscs(&pod, TAP), ["noqueue"]);
+        redirect::uninstall(&pod.netns(), Some(eth0), TAP).unwrap();
+    }
+    drop(two);
+    // With one queue it has what the kernel gives it.
+    let _one = tap(1);
+    redirect::install(&pod.netns(), eth0, TAP, false).unwrap();
+    assert!(!qdiscs(&pod, TAP).contains(&"noqueue".to_owned()), "{:?}", qdiscs(&pod, TAP));
 }
 
 #[tokio::test]

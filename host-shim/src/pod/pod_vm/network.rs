@@ -363,7 +363,8 @@ impl Work<'_> {
             return Err(NetworkError::CardsLost { name: name.into(), lost }.into());
         };
         let card = CardNumber(number);
-        let tap = network::make_tap(self.guest.vm.process(), card, self.operation()).await?;
+        let queues = bulkhead_vmm_api::queues(self.host.vcpus.count());
+        let tap = network::make_tap(self.guest.vm.process(), card, queues, self.operation()).await?;
         // If nobody waits for this any more, the VMM may have it.
         self.network.cards.push(Card::Lost);
         let attached = self.guest.vm.control().attach_nic(card.mac(), &tap).await;

@@ -45,6 +45,7 @@ mod permissions;
 mod pod;
 pub(crate) mod programs;
 mod protocol;
+mod queues;
 mod run;
 mod seccomp;
 mod share;
@@ -74,6 +75,7 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::new("datagrams", datagrams::CASES),
     Group::new("limits", limits::CASES),
     Group::new("cpus", cpus::CASES),
+    Group::new("queues", queues::CASES),
     Group::new("pause", pause::CASES),
     Group::brief("metrics", metrics::CASES),
     Group::new("update", update::CASES),

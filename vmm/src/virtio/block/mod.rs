@@ -1,14 +1,15 @@
 //! Block device on a block device or a file of the host (virtio 1.3, section 5.2).
 //!
 //! The data takes a single system call between the host's page cache and guest memory. What the guest has flushed is
-//! durable. One [thread](BlockThread) serves all block devices of a VM. So a disk that does not respond delays the
-//! other disks, but nothing else.
+//! durable, by whatever queue: a flush is one of the whole file. A device has as many queues as there are
+//! [threads](BlockThreads), which serve all block devices of a VM. So a request that does not end delays those of the
+//! same queue, and those of the queues of other disks with the same number, but nothing else.
 
 use std::{fs::File, io, sync::Arc};
 
 use virtio_bindings::{
     virtio_blk::{
-        VIRTIO_BLK_F_BLK_SIZE, VIRTIO_BLK_F_DISCARD, VIRTIO_BLK_F_FLUSH, VIRTIO_BLK_F_RO,
+        VIRTIO_BLK_F_BLK_SIZE, VIRTIO_BLK_F_DISCARD, VIRTIO_BLK_F_FLUSH, VIRTIO_BLK_F_MQ, VIRTIO_BLK_F_RO,
         VIRTIO_BLK_F_SEG_MAX, VIRTIO_BLK_F_SIZE_MAX, VIRTIO_BLK_F_TOPOLOGY, VIRTIO_BLK_F_WRITE_ZEROES,
         VIRTIO_BLK_ID_BYTES,
     },
@@ -21,10 +22,11 @@ pub use self::disk::{Disk, DiskError};
 use self::{
     disk::Geometry,
     limits::{MAX_DISCARD, MAX_WRITE_ZEROES, SECTOR, SEG_MAX, SIZE_MAX},
-    requests::ActiveDisk,
+    requests::ActiveQueueOfDisk,
 };
 use super::{
-    Activation, VirtioDevice, config_space::read_config, device_threads::Job, shared_thread::SharedThread,
+    Activation, ActiveQueue, VirtioDevice, config_space::read_config, device_threads::Job,
+    queue_threads::QueueThreads,
 };
 use crate::jail::ThreadRole;
 
@@ -35,7 +37,8 @@ mod requests;
 #[cfg(test)]
 mod tests;
 
-const QUEUE_SIZES: [u16; 1] = [256];
+/// Of each queue.
+const QUEUE_SIZE: u16 = 256;
 
 const FEATURES: [u32; 7] = [
     VIRTIO_BLK_F_SIZE_MAX,
@@ -47,31 +50,33 @@ const FEATURES: [u32; 7] = [
     VIRTIO_RING_F_EVENT_IDX,
 ];
 
-/// The thread of all block devices of a VM.
-pub type BlockThread = SharedThread<ActiveDisk>;
+/// The threads of all block devices of a VM.
+pub type BlockThreads = QueueThreads<ActiveQueueOfDisk>;
 
 /// The device.
 pub struct Block {
     disk: Arc<Disk>,
     serial: [u8; VIRTIO_BLK_ID_BYTES as usize],
     config: Vec<u8>,
-    thread: BlockThread,
-    /// Its own in the thread.
+    queue_sizes: Vec<u16>,
+    threads: BlockThreads,
+    /// Its own in the threads.
     id: u32,
 }
 
 impl Block {
-    /// Makes a device on `disk` that `thread` serves. The guest finds it by `serial`.
-    pub fn new(disk: Disk, serial: &str, thread: &BlockThread) -> Result<Self, DiskError> {
+    /// Makes a device on `disk` with a queue for each of `threads`. The guest finds it by `serial`.
+    pub fn new(disk: Disk, serial: &str, threads: &BlockThreads) -> Result<Self, DiskError> {
         let mut padded = [0; VIRTIO_BLK_ID_BYTES as usize];
         padded.get_mut(..serial.len()).ok_or(DiskError::Serial)?.copy_from_slice(serial.as_bytes());
-        let config = config(&disk);
+        let queue_sizes = vec![QUEUE_SIZE; threads.count()];
         Ok(Self {
+            config: config(&disk, queue_sizes.len()),
             disk: Arc::new(disk),
             serial: padded,
-            config,
-            thread: thread.clone(),
-            id: thread.register(),
+            queue_sizes,
+            threads: threads.clone(),
+            id: threads.register(),
         })
     }
 
@@ -86,21 +91,21 @@ impl Block {
         serial: &str,
         read_only: bool,
         discards: bool,
-        thread: &BlockThread,
+        threads: &BlockThreads,
     ) -> Result<Self, DiskError> {
-        Self::new(Disk::new(file, read_only, discards)?, serial, thread)
+        Self::new(Disk::new(file, read_only, discards)?, serial, threads)
     }
 }
 
 impl Drop for Block {
     fn drop(&mut self) {
         // A thread that does not stop keeps the disk.
-        let _ = self.thread.deactivate(self.id);
+        let _ = self.threads.deactivate(self.id);
     }
 }
 
 /// The device configuration (virtio 1.3, 5.2.4). Fields of features that are not offered are zeros.
-fn config(disk: &Disk) -> Vec<u8> {
+fn config(disk: &Disk, queues: usize) -> Vec<u8> {
     let Geometry { block, physical, least, best } = disk.geometry;
     let blocks = |bytes: u32| bytes / block;
     let mut config = Vec::with_capacity(60);
@@ -114,9 +119,10 @@ fn config(disk: &Disk) -> Vec<u8> {
     config.extend([physical_block_exp, alignment_offset]);
     config.extend(u16::try_from(blocks(least)).unwrap_or(0).to_le_bytes());
     config.extend(blocks(best).to_le_bytes());
-    let (writeback, unused, num_queues) = (0, 0, [0; 2]);
+    let (writeback, unused) = (0, 0);
     config.extend([writeback, unused]);
-    config.extend(num_queues);
+    let num_queues = if queues > 1 { u16::try_from(queues).unwrap_or(u16::MAX) } else { 0 };
+    config.extend(num_queues.to_le_bytes());
     let alignment = block / SECTOR as u32;
     // The most sectors and segments, and the alignment.
     config.extend(
@@ -134,7 +140,7 @@ impl VirtioDevice for Block {
         ThreadRole::Block
     }
 
-    /// All devices have one together.
+    /// All devices have theirs together.
     fn threads(&self) -> usize {
         0
     }
@@ -148,13 +154,14 @@ impl VirtioDevice for Block {
             (VIRTIO_BLK_F_RO, self.disk.read_only),
             (VIRTIO_BLK_F_DISCARD, self.disk.discards),
             (VIRTIO_BLK_F_WRITE_ZEROES, !self.disk.read_only),
+            (VIRTIO_BLK_F_MQ, self.queue_sizes.len() > 1),
         ];
         let some = some.iter().filter(|(_, offered)| *offered).map(|(bit, _)| bit);
         FEATURES.iter().chain(some).fold(0, |features, bit| features | 1 << bit)
     }
 
     fn queue_sizes(&self) -> &[u16] {
-        &QUEUE_SIZES
+        &self.queue_sizes
     }
 
     fn read_config(&self, offset: u64, data: &mut [u8]) {
@@ -163,23 +170,28 @@ impl VirtioDevice for Block {
 
     fn activate(&mut self, activation: Activation) -> io::Result<Vec<Job>> {
         let Activation { memory, queues, features, interrupt, log } = activation;
-        let queue = queues.into_iter().next().filter(|queue| queue.queue.ready());
-        let queue =
-            queue.ok_or_else(|| io::Error::other("the driver did not set up the queue of virtio-blk"))?;
-        let disk = ActiveDisk {
-            memory,
-            disk: self.disk.clone(),
-            serial: self.serial,
-            queue,
-            interrupt,
-            log,
-            flushes: features & 1 << VIRTIO_BLK_F_FLUSH != 0,
+        // A driver need not use all queues, and without VIRTIO_BLK_F_MQ there is one (virtio 1.3, 5.2.2).
+        let used = if features & 1 << VIRTIO_BLK_F_MQ == 0 { 1 } else { self.queue_sizes.len() };
+        let part = |queue: ActiveQueue| {
+            queue.queue.ready().then(|| ActiveQueueOfDisk {
+                memory: memory.clone(),
+                disk: self.disk.clone(),
+                serial: self.serial,
+                queue,
+                interrupt: interrupt.clone(),
+                log: log.clone(),
+                flushes: features & 1 << VIRTIO_BLK_F_FLUSH != 0,
+            })
         };
-        self.thread.activate(self.id, disk)?;
+        let parts: Vec<_> = queues.into_iter().take(used).map(part).collect();
+        if !parts.first().is_some_and(Option::is_some) {
+            return Err(io::Error::other("the driver did not set up the first queue of virtio-blk"));
+        }
+        self.threads.activate(self.id, parts)?;
         Ok(Vec::new())
     }
 
     fn deactivate(&mut self) -> io::Result<()> {
-        self.thread.deactivate(self.id)
+        self.threads.deactivate(self.id)
     }
 }

@@ -1,4 +1,5 @@
-//! Serves the requests of a block device's queue (virtio 1.3, 5.2.6).
+//! Serves the requests of a queue of a block device (virtio 1.3, 5.2.6). Each queue has a thread of its own, and the
+//! disk is common to all.
 
 use std::{io, os::fd::AsRawFd, sync::Arc};
 
@@ -43,8 +44,8 @@ pub(crate) enum ServeError {
     NoStatus,
 }
 
-/// An active device with its queue.
-pub struct ActiveDisk {
+/// A queue of an active device.
+pub struct ActiveQueueOfDisk {
     pub(super) memory: GuestMemory,
     pub(super) disk: Arc<Disk>,
     pub(super) serial: [u8; VIRTIO_BLK_ID_BYTES as usize],
@@ -55,7 +56,7 @@ pub struct ActiveDisk {
     pub(super) flushes: bool,
 }
 
-impl ActiveDevice for ActiveDisk {
+impl ActiveDevice for ActiveQueueOfDisk {
     const NAME: &'static str = "virtio-blk";
     const ROLE: ThreadRole = ThreadRole::Block;
 
@@ -76,7 +77,7 @@ impl ActiveDevice for ActiveDisk {
     }
 }
 
-/// An active device that is being served.
+/// A queue that is being served.
 pub(crate) struct Serving<'d> {
     memory: &'d GuestMemory,
     queue: &'d mut ActiveQueue,

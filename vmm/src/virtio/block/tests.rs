@@ -9,6 +9,7 @@ use crate::virtio::testing::{BUFFERS, Driver, NEXT, WRITE};
 
 const SECTORS: u64 = 64;
 const FLUSH: u64 = 1 << VIRTIO_BLK_F_FLUSH;
+const QUEUES: u64 = FLUSH | 1 << VIRTIO_BLK_F_MQ;
 const HEADER: u64 = BUFFERS;
 const DATA: u64 = BUFFERS + 0x1000;
 const STATUS: u64 = BUFFERS + 0x80_0000;
@@ -38,6 +39,8 @@ struct Guest {
     driver: Driver,
     device: Block,
     file: File,
+    /// That of the next request.
+    queue: usize,
 }
 
 impl Guest {
@@ -46,17 +49,24 @@ impl Guest {
     }
 
     fn with(file: File, read_only: bool, features: u64) -> Self {
-        let thread = BlockThread::start().unwrap();
+        let thread = BlockThreads::start(1).unwrap();
         let mut device = Block::open(file.try_clone().unwrap(), "8:16", read_only, true, &thread).unwrap();
-        Self { driver: Driver::new(&mut device, features), device, file }
+        Self { driver: Driver::new(&mut device, features), device, file, queue: 0 }
+    }
+
+    /// A guest whose driver uses several queues.
+    fn with_queues(count: usize) -> Self {
+        let (threads, file) = (BlockThreads::start(count).unwrap(), file());
+        let mut device = Block::open(file.try_clone().unwrap(), "", false, true, &threads).unwrap();
+        Self { driver: Driver::new(&mut device, QUEUES), device, file, queue: 0 }
     }
 
     /// Sends a request with these buffers for data. Returns its status, and the number of bytes that were written.
     fn request(&mut self, kind: u32, sector: u64, data: &[(u64, u32, u16)]) -> (u8, u32) {
         self.header(kind, sector);
         let buffers = [&[(HEADER, 16, 0)], data, &[(STATUS, 1, WRITE)]].concat();
-        self.driver.offer(0, 0, &buffers);
-        let (_, len) = self.driver.wait_used(0);
+        self.driver.offer(self.queue, 0, &buffers);
+        let (_, len) = self.driver.wait_used(self.queue);
         (self.driver.read(STATUS, 1)[0], len)
     }
 
@@ -198,7 +208,7 @@ fn the_guest_finds_the_disk_by_its_serial_number() {
     // The guest has less room, or more.
     assert_eq!(guest.request(VIRTIO_BLK_T_GET_ID, 0, &[(DATA, 2, WRITE)]), (OK, 3));
     assert_eq!(guest.request(VIRTIO_BLK_T_GET_ID, 0, &[(DATA, 4096, WRITE)]), (OK, 21));
-    let thread = BlockThread::start().unwrap();
+    let thread = BlockThreads::start(1).unwrap();
     let long = Block::open(file(), "a serial number of 28", false, true, &thread);
     assert!(matches!(long.err(), Some(DiskError::Serial)));
 }
@@ -215,7 +225,7 @@ fn what_the_host_fails_in_fails_in_the_guest() {
     let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&guest.file));
     let mut disk = Disk::new(File::open(path).unwrap(), false, true).unwrap();
     disk.read_only = false;
-    let mut device = Block::new(disk, "", &BlockThread::start().unwrap()).unwrap();
+    let mut device = Block::new(disk, "", &BlockThreads::start(1).unwrap()).unwrap();
     guest.driver = Driver::new(&mut device, FLUSH);
     guest.device = device;
     assert_eq!(guest.request(VIRTIO_BLK_T_OUT, 0, &[(DATA, 512, 0)]), (IOERR, 1));
@@ -267,11 +277,11 @@ fn the_status_has_the_last_byte_and_a_header_may_be_in_pieces() {
 
 #[test]
 fn one_thread_serves_several_disks() {
-    let thread = BlockThread::start().unwrap();
+    let thread = BlockThreads::start(1).unwrap();
     let make = || Block::open(file(), "", false, true, &thread).unwrap();
     let (mut device, mut other) = (make(), make());
     let driver = Driver::new(&mut device, FLUSH);
-    let mut guest = Guest { driver, device, file: file() };
+    let mut guest = Guest { driver, device, file: file(), queue: 0 };
     guest.expect_that_it_serves();
     let mut broken = Driver::new(&mut other, FLUSH);
     guest.expect_that_it_serves();
@@ -299,5 +309,82 @@ fn the_configuration_is_that_of_the_disk() {
     file.set_len(1000).unwrap();
     let disk = Disk::new(file, true, true).unwrap();
     assert_eq!(disk.capacity, 1);
-    assert_eq!(super::config(&disk)[36..], [0; 24]);
+    assert_eq!(super::config(&disk, 1)[36..], [0; 24]);
+}
+
+#[test]
+fn a_flush_by_one_queue_is_about_what_was_written_by_another() {
+    let mut guest = Guest::with_queues(4);
+    for queue in 0..4 {
+        guest.queue = queue;
+        guest.driver.write(DATA, &[0xa0 + queue as u8; 512]);
+        assert_eq!(guest.request(VIRTIO_BLK_T_OUT, queue as u64, &[(DATA, 512, 0)]), (OK, 1));
+        // What a driver was told is done comes before what it asks for next, by whatever queue.
+        guest.queue = 3 - queue;
+        assert_eq!(guest.request(VIRTIO_BLK_T_FLUSH, 0, &[]), (OK, 1));
+        assert_eq!(bytes(&guest.file, queue as u64, 512), [0xa0 + queue as u8; 512]);
+        assert_eq!(guest.request(VIRTIO_BLK_T_IN, queue as u64, &[(DATA + 0x1000, 512, WRITE)]), (OK, 513));
+        assert_eq!(guest.driver.read(DATA + 0x1000, 512), [0xa0 + queue as u8; 512]);
+    }
+    assert_eq!(guest.device.disk().counts().requests, 12, "of all queues");
+    // A disk that was taken away is gone for each.
+    assert!(guest.device.disk().close());
+    for queue in 0..4 {
+        guest.queue = queue;
+        assert_eq!(guest.request(VIRTIO_BLK_T_IN, 0, &[(DATA, 512, WRITE)]), (IOERR, 1));
+    }
+}
+
+#[test]
+fn a_queue_that_the_driver_has_broken_does_not_stop_the_others() {
+    let mut guest = Guest::with_queues(3);
+    guest.driver.break_avail_index(1);
+    guest.driver.wait_needs_reset();
+    for queue in [0, 2] {
+        guest.queue = queue;
+        guest.expect_that_it_serves();
+    }
+    guest.device.deactivate().unwrap();
+    guest.driver = Driver::new(&mut guest.device, QUEUES);
+    guest.queue = 1;
+    guest.expect_that_it_serves();
+}
+
+#[test]
+fn a_driver_uses_the_queues_that_it_has_set_up() {
+    let memory = || crate::memory::lay_out(&[(0, crate::virtio::testing::MEMORY)], 0).unwrap();
+    let mut guest = Guest::with_queues(3);
+    guest.device.deactivate().unwrap();
+    guest.driver = Driver::with_queues(memory(), &mut guest.device, QUEUES, |queue| queue != 1);
+    for queue in [0, 2] {
+        guest.queue = queue;
+        guest.expect_that_it_serves();
+    }
+    // One that does not know of several has the first.
+    guest.device.deactivate().unwrap();
+    guest.driver = Driver::new(&mut guest.device, FLUSH);
+    guest.header(VIRTIO_BLK_T_IN, 0);
+    guest.driver.offer(1, 0, &[(HEADER, 16, 0), (STATUS, 1, WRITE)]);
+    guest.queue = 0;
+    for _ in 0..10 {
+        guest.expect_that_it_serves();
+    }
+    assert_eq!(guest.driver.used(1), None);
+}
+
+#[test]
+fn several_queues_are_offered_if_there_are_as_many_threads() {
+    let feature = |guest: &Guest| guest.device.features() & 1 << VIRTIO_BLK_F_MQ;
+    let queues = |guest: &Guest| {
+        let mut config = [0xff; 36];
+        guest.device.read_config(0, &mut config);
+        u16::from_le_bytes([config[34], config[35]])
+    };
+    for (count, number) in [(2, 2), (4, 4)] {
+        let guest = Guest::with_queues(count);
+        assert_eq!((feature(&guest), queues(&guest)), (1 << VIRTIO_BLK_F_MQ, number));
+        assert_eq!(guest.device.queue_sizes(), vec![256; count]);
+    }
+    let guest = Guest::new();
+    assert_eq!((feature(&guest), queues(&guest), guest.device.queue_sizes()), (0, 0, &[256][..]));
 }

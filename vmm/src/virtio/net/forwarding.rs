@@ -1,4 +1,4 @@
-//! Forwards packets between the queues of a network device and its tap device.
+//! Forwards packets between a pair of queues of a network device and a queue of its tap device.
 
 use std::{collections::VecDeque, io, iter, os::fd::AsRawFd, sync::Arc};
 
@@ -7,7 +7,12 @@ use virtio_queue::QueueT;
 use vm_memory::{Bytes, GuestAddress, VolatileSlice};
 use vmm_sys_util::epoll::EventSet;
 
-use super::{header, tap::Tap};
+use super::{
+    control::{CommandError, Controlled},
+    header,
+    pairs::Pairs,
+    tap::{Tap, TapQueue},
+};
 use crate::{
     GuestMemory,
     jail::ThreadRole,
@@ -32,9 +37,12 @@ const MAX_PACKET: usize = MAX_FRAME + HEADER_LEN;
 const RX: u64 = 0;
 const TX: u64 = 1;
 const TAP: u64 = 2;
+const CONTROL: u64 = 3;
 
 /// Of each direction.
 const TURN: Turn = Turn { chains: 256, batch: 32 };
+/// Of the control queue.
+const COMMANDS: Turn = Turn { chains: 4, batch: 1 };
 
 /// Why a network device stops serving its driver.
 #[derive(Debug, thiserror::Error)]
@@ -45,14 +53,22 @@ pub(crate) enum ServeError {
     Chain(#[from] ChainError),
     #[error("a chain of {len} bytes is too short for a packet's header")]
     NoHeader { len: usize },
+    #[error("a command is illegal")]
+    Command(#[from] CommandError),
     #[error("cannot set the offloads of the tap device")]
     Offload(#[source] io::Error),
+    #[error("cannot attach or detach the queues of the tap device")]
+    Queues(#[source] io::Error),
 }
 
-/// An active device with its queues.
-pub struct ActiveCard {
+/// A pair of queues of an active device, and the control queue with the first pair.
+pub struct ActivePair {
     pub(super) memory: GuestMemory,
     pub(super) tap: Arc<Tap>,
+    pub(super) pairs: Arc<Pairs>,
+    /// Of the pair, and of the queue of the tap.
+    pub(super) index: usize,
+    pub(super) control: Option<ActiveQueue>,
     pub(super) rx: ActiveQueue,
     pub(super) tx: ActiveQueue,
     pub(super) interrupt: Arc<Interrupt>,
@@ -65,15 +81,18 @@ pub struct ActiveCard {
     pub(super) offload: u32,
 }
 
-/// An active device that is being served.
+/// A pair that is being served.
 pub(crate) struct Forwarding<'m> {
     memory: &'m GuestMemory,
-    tap: &'m Tap,
+    queue: Option<TapQueue<'m>>,
+    controlled: Controlled<'m>,
+    /// Of the pair.
+    index: usize,
+    control: Option<&'m mut ActiveQueue>,
     interrupt: &'m Interrupt,
     log: &'m RateLimitedLog,
     mergeable: bool,
-    features: u64,
-    /// The offloads that are to be set.
+    /// The offloads that are to be set, by the first pair.
     offload: Option<u32>,
     rx: &'m mut ActiveQueue,
     tx: &'m mut ActiveQueue,
@@ -89,9 +108,10 @@ pub(crate) struct Forwarding<'m> {
     tap_writable: bool,
     rx_pending: bool,
     tx_pending: bool,
+    control_pending: bool,
 }
 
-impl ActiveDevice for ActiveCard {
+impl ActiveDevice for ActivePair {
     const NAME: &'static str = "virtio-net";
     const ROLE: ThreadRole = ThreadRole::Net;
 
@@ -100,7 +120,11 @@ impl ActiveDevice for ActiveCard {
     fn watch(&self, events: &Events, token: impl Fn(u64) -> u64) -> Result<(), EventError> {
         events.watch(self.rx.kick.as_raw_fd(), EventSet::IN, token(RX))?;
         events.watch(self.tx.kick.as_raw_fd(), EventSet::IN, token(TX))?;
-        events.watch(self.tap.as_raw_fd(), EventSet::IN | EventSet::OUT, token(TAP))
+        if let Some(control) = &self.control {
+            events.watch(control.kick.as_raw_fd(), EventSet::IN, token(CONTROL))?;
+        }
+        let queue = self.tap.queue(self.index)?;
+        events.watch(queue.as_raw_fd(), EventSet::IN | EventSet::OUT, token(TAP))
     }
 
     fn reporting(&self) -> (&Interrupt, &RateLimitedLog) {
@@ -110,12 +134,14 @@ impl ActiveDevice for ActiveCard {
     fn begin(&mut self) -> Forwarding<'_> {
         Forwarding {
             memory: &self.memory,
-            tap: &self.tap,
+            queue: self.tap.queue(self.index).ok().map(TapQueue),
+            controlled: Controlled { tap: &self.tap, pairs: &self.pairs, features: self.features },
+            index: self.index,
+            control: self.control.as_mut(),
             interrupt: &self.interrupt,
             log: &self.log,
             mergeable: self.mergeable,
-            features: self.features,
-            offload: Some(self.offload),
+            offload: (self.index == 0).then_some(self.offload),
             rx_announced: self.rx.queue.next_used(),
             rx: &mut self.rx,
             tx: &mut self.tx,
@@ -126,6 +152,7 @@ impl ActiveDevice for ActiveCard {
             tap_writable: true,
             rx_pending: true,
             tx_pending: true,
+            control_pending: true,
         }
     }
 }
@@ -137,6 +164,7 @@ impl Service for Forwarding<'_> {
         match source {
             RX => self.rx_pending = true,
             TX => self.tx_pending = true,
+            CONTROL => self.control_pending = true,
             _ => {
                 self.tap_readable |= events.contains(EventSet::IN);
                 self.tap_writable |= events.contains(EventSet::OUT);
@@ -146,13 +174,26 @@ impl Service for Forwarding<'_> {
 
     fn serve_queues(&mut self) -> Result<bool, ServeError> {
         if let Some(offload) = self.offload.take() {
-            self.tap.set_offload(offload).map_err(ServeError::Offload)?;
+            let Controlled { tap, pairs, .. } = self.controlled;
+            tap.set_offload(offload).map_err(ServeError::Offload)?;
+            pairs.begin(tap).map_err(ServeError::Queues)?;
+        }
+        if let Some(control) = &mut self.control
+            && self.control_pending
+        {
+            let command = |chain: Chain| Ok::<_, ServeError>(self.controlled.command(chain)?);
+            self.control_pending = control.serve(self.memory, self.interrupt, COMMANDS, command)?;
+        }
+        let is_busy = self.control.is_some() && self.control_pending;
+        if !self.controlled.pairs.has(self.index) {
+            return Ok(is_busy);
         }
         if self.tx_pending && self.tap_writable {
             self.transmit()?;
         }
         self.receive()?;
-        Ok(self.tx_pending && self.tap_writable || self.rx_pending && self.tap_readable)
+        let is_forwarding = self.tx_pending && self.tap_writable || self.rx_pending && self.tap_readable;
+        Ok(is_busy || is_forwarding)
     }
 
     fn reporting(&self) -> (&Interrupt, &RateLimitedLog) {
@@ -169,8 +210,9 @@ impl Service for Forwarding<'_> {
 impl Forwarding<'_> {
     /// Writes the guest's packets to the tap device, until that takes no more.
     fn transmit(&mut self) -> Result<(), ServeError> {
-        let (tap, iovecs, tap_writable) = (self.tap, &mut self.iovecs, &mut self.tap_writable);
-        let features = self.features;
+        let Some(queue) = self.queue else { return Ok(()) };
+        let (iovecs, tap_writable, features) =
+            (&mut self.iovecs, &mut self.tap_writable, self.controlled.features);
         self.tx_pending = self.tx.serve(self.memory, self.interrupt, TURN, |chain: Chain| {
             let mut frame = chain.readable;
             let len = frame.len();
@@ -180,7 +222,7 @@ impl Forwarding<'_> {
             if frame.len() <= MAX_FRAME
                 && let Some(mut header) = header::checked(header, frame.len(), features)
                 && let header = VolatileSlice::from(header.as_mut_slice())
-                && let Err(error) = tap.write(iter::once(&header).chain(frame.slices()), iovecs)
+                && let Err(error) = queue.write(iter::once(&header).chain(frame.slices()), iovecs)
                 && matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted)
             {
                 *tap_writable = error.kind() == io::ErrorKind::Interrupted;
@@ -194,6 +236,7 @@ impl Forwarding<'_> {
     /// Reads packets from the tap device to the guest, as long as the guest has buffers. Other packets stay in the
     /// queue of the tap device, which drops those that are too many.
     fn receive(&mut self) -> Result<(), ServeError> {
+        let Some(queue) = self.queue else { return Ok(()) };
         let (memory, interrupt) = (self.memory, self.interrupt);
         let mut unannounced = 0;
         for _ in 0..TURN.chains {
@@ -202,7 +245,7 @@ impl Forwarding<'_> {
             }
             let chains = if self.mergeable { self.free.len() } else { 1 };
             let slices = self.free.iter().take(chains).flat_map(|chain| chain.writable.slices());
-            match self.tap.read(slices, &mut self.iovecs) {
+            match queue.read(slices, &mut self.iovecs) {
                 Ok(len) if len >= HEADER_LEN => {
                     self.deliver(len)?;
                     unannounced += 1;

@@ -1,43 +1,58 @@
 //! Network device on a tap device (virtio 1.3, section 5.1).
 //!
 //! Each packet takes a single system call between the tap device and guest memory. If the driver agrees, checksums and
-//! segmentation are left to the receiver on the other side of the tap device. One [thread](NetThread) serves all
-//! network devices of a VM.
+//! segmentation are left to the receiver on the other side of the tap device. A device has a pair of queues for each
+//! queue of its tap device. [Threads](NetThreads) serve the pairs of all network devices of a VM, those with the same
+//! number together.
 
-use std::{io, sync::Arc};
+use std::{
+    io,
+    sync::{
+        Arc,
+        atomic::{AtomicU16, Ordering},
+    },
+};
 
 use virtio_bindings::{
     virtio_ids::VIRTIO_ID_NET,
     virtio_net::{
-        VIRTIO_NET_F_CSUM, VIRTIO_NET_F_GUEST_CSUM, VIRTIO_NET_F_GUEST_TSO4, VIRTIO_NET_F_GUEST_TSO6,
-        VIRTIO_NET_F_GUEST_USO4, VIRTIO_NET_F_GUEST_USO6, VIRTIO_NET_F_HOST_TSO4, VIRTIO_NET_F_HOST_TSO6,
-        VIRTIO_NET_F_HOST_USO, VIRTIO_NET_F_MAC, VIRTIO_NET_F_MRG_RXBUF,
+        VIRTIO_NET_F_CSUM, VIRTIO_NET_F_CTRL_VQ, VIRTIO_NET_F_GUEST_CSUM, VIRTIO_NET_F_GUEST_TSO4,
+        VIRTIO_NET_F_GUEST_TSO6, VIRTIO_NET_F_GUEST_USO4, VIRTIO_NET_F_GUEST_USO6, VIRTIO_NET_F_HOST_TSO4,
+        VIRTIO_NET_F_HOST_TSO6, VIRTIO_NET_F_HOST_USO, VIRTIO_NET_F_MAC, VIRTIO_NET_F_MQ,
+        VIRTIO_NET_F_MRG_RXBUF,
     },
     virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC},
 };
 use virtio_queue::QueueT;
 
-use self::forwarding::ActiveCard;
 pub use self::tap::Tap;
+use self::{forwarding::ActivePair, pairs::Pairs};
 use super::{
     Activation, ActiveQueue, VirtioDevice, config_space::read_config, device_threads::Job,
-    shared_thread::SharedThread,
+    queue_threads::QueueThreads,
 };
 use crate::jail::ThreadRole;
 
+mod control;
 mod forwarding;
 mod header;
+mod pairs;
 #[allow(unsafe_code)]
 mod tap;
 #[cfg(test)]
 #[allow(unsafe_code)]
 mod tests;
 
-/// receiveq1, transmitq1 (virtio 1.3, 5.1.2).
-const QUEUE_SIZES: [u16; 2] = [256, 256];
+/// receiveq1 and transmitq1, receiveq2 and transmitq2, and so on (virtio 1.3, 5.1.2).
+const PAIR_SIZES: [u16; 2] = [256, 256];
+/// The control queue, which comes last.
+const CONTROL_SIZE: u16 = 64;
+/// Where it is if the driver has not negotiated VIRTIO_NET_F_MQ.
+const SECOND_PAIR: usize = 2;
 
-/// UFO (UDP fragmentation offload) is not offered, because tap devices of Linux do not support it any more. There is no
-/// control queue. So the driver cannot change the MAC address, and receives all packets of the tap device.
+/// UFO (UDP fragmentation offload) is not offered, because tap devices of Linux do not support it any more. No command
+/// of the control queue is about addresses. So the driver cannot change the MAC address, and receives all packets of
+/// the tap device.
 const FEATURES: [u32; 10] = [
     VIRTIO_NET_F_CSUM,
     VIRTIO_NET_F_GUEST_CSUM,
@@ -55,36 +70,83 @@ const FEATURES: [u32; 10] = [
 /// Linux together with the type of segments in a packet's header (6.2).
 const USO_FEATURES: [u32; 3] = [VIRTIO_NET_F_GUEST_USO4, VIRTIO_NET_F_GUEST_USO6, VIRTIO_NET_F_HOST_USO];
 
-/// The thread of all network devices of a VM.
-pub type NetThread = SharedThread<ActiveCard>;
+/// Offered if there are several pairs. Without them there is no control queue.
+const PAIRS_FEATURES: [u32; 2] = [VIRTIO_NET_F_MQ, VIRTIO_NET_F_CTRL_VQ];
+
+/// The threads of all network devices of a VM.
+pub type NetThreads = QueueThreads<ActivePair>;
 
 /// The device.
 pub struct Net {
     tap: Arc<Tap>,
-    mac: [u8; 6],
-    thread: NetThread,
-    /// Its own in the thread.
+    /// The configuration (virtio 1.3, 5.1.4): `mac`, and if there are several pairs `status` and `max_virtqueue_pairs`.
+    config: Vec<u8>,
+    queue_sizes: Vec<u16>,
+    pairs: u16,
+    /// How many pairs are in use, as the driver has said last.
+    wanted: Arc<AtomicU16>,
+    /// As above, for the driver of a device that continues. It has said so before the device was saved.
+    restored: Option<u16>,
+    threads: NetThreads,
+    /// Its own in the threads.
     id: u32,
 }
 
 impl Net {
-    /// Makes a device on a tap device, with the address `mac`, that `thread` serves.
-    pub fn new(tap: Tap, mac: [u8; 6], thread: &NetThread) -> Self {
-        Self { tap: Arc::new(tap), mac, thread: thread.clone(), id: thread.register() }
+    /// Makes a device on a tap device, with the address `mac`, that `threads` serve. It has a pair of queues for each
+    /// queue of the tap, if there are as many threads.
+    pub fn new(tap: Tap, mac: [u8; 6], threads: &NetThreads) -> Self {
+        let pairs = tap.queues().min(threads.count());
+        let mut config = mac.to_vec();
+        let mut queue_sizes = PAIR_SIZES.repeat(pairs);
+        if pairs > 1 {
+            let status = [0; 2];
+            config.extend(status);
+            config.extend((pairs as u16).to_le_bytes());
+            queue_sizes.push(CONTROL_SIZE);
+        }
+        Self {
+            tap: Arc::new(tap),
+            config,
+            queue_sizes,
+            pairs: pairs as u16,
+            wanted: Arc::default(),
+            restored: None,
+            threads: threads.clone(),
+            id: threads.register(),
+        }
+    }
+
+    /// The queues of the pairs that the driver may use, and the control queue if there is one.
+    fn sort(&self, queues: Vec<ActiveQueue>, features: u64) -> (Vec<[ActiveQueue; 2]>, Option<ActiveQueue>) {
+        let has = |bit: u32| features & 1 << bit != 0;
+        let pairs = if has(VIRTIO_NET_F_MQ) { usize::from(self.pairs) } else { 1 };
+        // The place of the control queue is that of the second pair then (virtio 1.3, 5.1.2).
+        let place = if has(VIRTIO_NET_F_MQ) { pairs * 2 } else { SECOND_PAIR };
+        let mut queues: Vec<_> =
+            queues.into_iter().map(|queue| Some(queue).filter(|it| it.queue.ready())).collect();
+        let control = queues.get_mut(place).and_then(Option::take).filter(|_| has(VIRTIO_NET_F_CTRL_VQ));
+        let pair = |pair: &mut [Option<ActiveQueue>]| match pair {
+            [rx, tx] => Some([rx.take()?, tx.take()?]),
+            _ => None,
+        };
+        // A driver that has not set a pair up cannot use those that follow.
+        (queues.chunks_mut(2).take(pairs).map_while(pair).collect(), control)
     }
 }
 
 impl Drop for Net {
     fn drop(&mut self) {
         // A thread that does not stop keeps the tap device.
-        let _ = self.thread.deactivate(self.id);
+        let _ = self.threads.deactivate(self.id);
     }
 }
 
-/// The features that are offered on a tap device with or without USO.
-fn offered(has_uso: bool) -> u64 {
+/// The features that are offered on a tap device with or without USO, and with one queue or several.
+fn offered(has_uso: bool, has_pairs: bool) -> u64 {
     let uso: &[u32] = if has_uso { &USO_FEATURES } else { &[] };
-    FEATURES.iter().chain(uso).fold(0, |features, bit| features | 1 << bit)
+    let pairs: &[u32] = if has_pairs { &PAIRS_FEATURES } else { &[] };
+    FEATURES.iter().chain(uso).chain(pairs).fold(0, |features, bit| features | 1 << bit)
 }
 
 /// The TUN_F_* flags of the offloads that a driver with `features` accepts. Without GUEST_CSUM there are none (virtio
@@ -107,7 +169,7 @@ impl VirtioDevice for Net {
         ThreadRole::Net
     }
 
-    /// All devices have one together.
+    /// All devices have theirs together.
     fn threads(&self) -> usize {
         0
     }
@@ -119,42 +181,61 @@ impl VirtioDevice for Net {
     /// They depend on the kernel of the host. So a clone on a host with another kernel than its template may be refused
     /// (`snapshot/device_state.rs`).
     fn features(&self) -> u64 {
-        offered(self.tap.has_uso())
+        offered(self.tap.has_uso(), self.pairs > 1)
     }
 
     fn queue_sizes(&self) -> &[u16] {
-        &QUEUE_SIZES
+        &self.queue_sizes
     }
 
-    /// `mac` (virtio 1.3, 5.1.4).
     fn read_config(&self, offset: u64, data: &mut [u8]) {
-        read_config(&self.mac, offset, data);
+        read_config(&self.config, offset, data);
     }
 
     fn activate(&mut self, activation: Activation) -> io::Result<Vec<Job>> {
         let Activation { memory, queues, features, interrupt, log } = activation;
-        let Ok([rx, tx]) = <[ActiveQueue; 2]>::try_from(queues) else {
-            return Err(io::Error::other("virtio-net has 2 queues"));
-        };
-        if !rx.queue.ready() || !tx.queue.ready() {
+        let (pairs, mut control) = self.sort(queues, features);
+        let ready = pairs.len() as u16;
+        if ready == 0 {
             return Err(io::Error::other("the driver did not set up the queues of virtio-net"));
         }
-        let card = ActiveCard {
-            memory,
-            tap: self.tap.clone(),
-            rx,
-            tx,
-            interrupt,
-            log,
-            mergeable: features & 1 << VIRTIO_NET_F_MRG_RXBUF != 0,
-            features,
-            offload: offload(features),
+        // At first the driver uses one (virtio 1.3, 5.1.6.5.5).
+        self.wanted = Arc::new(AtomicU16::new(self.restored.take().unwrap_or(1)));
+        let in_use = Arc::new(Pairs::new(self.wanted.clone(), ready, self.threads.wakers()));
+        let part = |(index, [rx, tx]): (usize, [ActiveQueue; 2])| {
+            Some(ActivePair {
+                memory: memory.clone(),
+                tap: self.tap.clone(),
+                pairs: in_use.clone(),
+                index,
+                control: control.take(),
+                rx,
+                tx,
+                interrupt: interrupt.clone(),
+                log: log.clone(),
+                mergeable: features & 1 << VIRTIO_NET_F_MRG_RXBUF != 0,
+                features,
+                offload: offload(features),
+            })
         };
-        self.thread.activate(self.id, card)?;
+        let parts = pairs.into_iter().enumerate().map(part).collect();
+        self.threads.activate(self.id, parts)?;
         Ok(Vec::new())
     }
 
     fn deactivate(&mut self) -> io::Result<()> {
-        self.thread.deactivate(self.id)
+        self.threads.deactivate(self.id)
+    }
+
+    fn driver_state(&self) -> u16 {
+        self.wanted.load(Ordering::SeqCst)
+    }
+
+    fn set_driver_state(&mut self, state: u16) -> io::Result<()> {
+        if !(1..=self.pairs).contains(&state) {
+            return Err(io::Error::other("it has fewer pairs of queues than its driver uses"));
+        }
+        self.restored = Some(state);
+        Ok(())
     }
 }

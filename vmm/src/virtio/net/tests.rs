@@ -12,6 +12,8 @@ use vmm_sys_util::ioctl::ioctl_with_mut_ref;
 use super::*;
 use crate::virtio::testing::{BUFFERS, Driver, NEXT, WRITE};
 
+mod pairs;
+
 const RX: usize = 0;
 const TX: usize = 1;
 const MAC: [u8; 6] = [2, 0, 0, 0, 0, 1];
@@ -61,13 +63,14 @@ impl Ifreq {
 
 /// Makes a device in a new network namespace of this thread. Its tap device has the address HOST.
 fn card(mtu: u32) -> Net {
-    card_of(&NetThread::start().unwrap(), mtu)
+    card_of(&NetThreads::start(1).unwrap(), mtu)
 }
 
-/// Makes a device that the thread `net` serves, in a new network namespace of the calling thread.
-fn card_of(net: &NetThread, mtu: u32) -> Net {
+/// Makes a device that the threads `net` serve, with a pair of queues for each of them, in a new network namespace of
+/// the calling thread.
+fn card_of(net: &NetThreads, mtu: u32) -> Net {
     crate::netns::enter(None).expect("these tests make a network namespace and a tap: run them as root");
-    let tap = Tap::create("tap0").expect("these tests need /dev/net/tun: modprobe tun");
+    let tap = Tap::create("tap0", net.count()).expect("these tests need /dev/net/tun: modprobe tun");
     let card = Net::new(tap, MAC, net);
     let socket = UdpSocket::bind("0.0.0.0:0").unwrap();
     // IPv6 packets of the kernel would disturb the tests.
@@ -87,6 +90,8 @@ struct Guest {
     socket: UdpSocket,
     buffer: u64,
     tx_next: u16,
+    /// The pair of queues that it uses now.
+    pair: usize,
 }
 
 impl Guest {
@@ -99,9 +104,13 @@ impl Guest {
         for index in 0..RX_BUFFERS {
             driver.offer(RX, index, &[(BUFFERS + buffer * u64::from(index), buffer as u32, WRITE)]);
         }
+        Self::by(driver, device, buffer)
+    }
+
+    fn by(driver: Driver, device: Net, buffer: u64) -> Self {
         let socket = UdpSocket::bind((HOST, 7000)).unwrap();
         socket.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
-        Self { driver, device, socket, buffer, tx_next: 0 }
+        Self { driver, device, socket, buffer, tx_next: 0, pair: 0 }
     }
 
     /// Returns the next packet without its header, and the number of its buffers.
@@ -117,15 +126,16 @@ impl Guest {
         let mut count = 0;
         while count < expected {
             // All buffers of a packet are used together.
-            let used = if count == 0 { Some(self.driver.wait_used(RX)) } else { self.driver.used(RX) };
+            let rx = RX + 2 * self.pair;
+            let used = if count == 0 { Some(self.driver.wait_used(rx)) } else { self.driver.used(rx) };
             let (head, len) = used.unwrap();
-            let addr = BUFFERS + self.buffer * u64::from(head);
+            let addr = BUFFERS + pairs::BUFFERS_OF_PAIR * self.pair as u64 + self.buffer * u64::from(head);
             bytes.extend(self.driver.read(addr, len as usize));
             if count == 0 {
                 expected = u16::from_le_bytes([bytes[10], bytes[11]]);
             }
             count += 1;
-            self.driver.offer(RX, head, &[(addr, self.buffer as u32, WRITE)]);
+            self.driver.offer(rx, head, &[(addr, self.buffer as u32, WRITE)]);
         }
         let frame = bytes.split_off(HEADER_LEN);
         (bytes, frame, expected)
@@ -142,8 +152,9 @@ impl Guest {
         let first = self.tx_next % 64 * 2;
         self.tx_next += 1;
         let pieces = [(TX_BUFFER, HEADER_LEN as u32, 0), (TX_BUFFER + 0x1000, frame.len() as u32, 0)];
-        self.driver.offer(TX, first, &pieces);
-        self.driver.wait_used(TX);
+        let tx = TX + 2 * self.pair;
+        self.driver.offer(tx, first, &pieces);
+        self.driver.wait_used(tx);
     }
 
     /// Answers the host's ARP request for the address of the guest, so that the host can send packets. Returns the
@@ -305,10 +316,10 @@ fn a_guest_that_cannot_split_datagrams_gets_each() {
 #[test]
 fn uso_is_offered_if_the_kernel_has_it() {
     let uso = 1 << VIRTIO_NET_F_GUEST_USO4 | 1 << VIRTIO_NET_F_GUEST_USO6 | 1 << VIRTIO_NET_F_HOST_USO;
-    assert_eq!(offered(true), offered(false) | uso);
-    assert_eq!(offered(false) & uso, 0);
+    assert_eq!(offered(true, false), offered(false, false) | uso);
+    assert_eq!(offered(false, true) & uso, 0);
     // The unit tests of the VMM need Linux 6.12, which has it.
-    alone(move || assert_eq!(card(1500).features(), offered(true)));
+    alone(move || assert_eq!(card(1500).features(), offered(true, false)));
 }
 
 #[test]
@@ -414,14 +425,14 @@ fn the_card_serves_again_after_a_reset() {
 #[test]
 fn one_thread_serves_several_cards() {
     alone(|| {
-        let net = NetThread::start().unwrap();
+        let net = NetThreads::start(1).unwrap();
         let mut guest = Guest::on(card_of(&net, 9000), MERGEABLE, 2048);
         guest.answer_arp();
         let mut expect = |text: &[u8]| {
             guest.socket.send_to(text, (GUEST, 7001)).unwrap();
             assert_eq!(guest.receive().0[42..], *text);
         };
-        let mut other = Net::new(Tap::create("tap1").unwrap(), MAC, &net);
+        let mut other = Net::new(Tap::create("tap1", 1).unwrap(), MAC, &net);
         for _ in 0..3 {
             let _driver = Driver::new(&mut other, 0);
             expect(b"while the other one is active");
@@ -435,7 +446,7 @@ fn one_thread_serves_several_cards() {
         let _driver = Driver::new(&mut other, 0);
         drop(other);
         expect(b"after its end");
-        assert!(Tap::create("tap1").is_ok());
+        assert!(Tap::create("tap1", 1).is_ok());
     });
 }
 
@@ -443,10 +454,10 @@ fn one_thread_serves_several_cards() {
 fn the_tap_is_the_cards_alone_and_ends_with_it() {
     alone(|| {
         let card = card(1500);
-        assert!(Tap::create("tap0").is_err());
+        assert!(Tap::create("tap0", 1).is_err());
         drop(card);
-        assert!(Tap::create("tap0").is_ok());
-        assert!(Tap::create("a-name-that-is-too-long").is_err());
+        assert!(Tap::create("tap0", 1).is_ok());
+        assert!(Tap::create("a-name-that-is-too-long", 1).is_err());
     });
 }
 

@@ -75,22 +75,24 @@ impl Core {
         &self.interrupt
     }
 
-    /// Stops the device, and returns its registers. The rest of its state is in the queues in guest memory.
-    /// Connections and open files are lost. Returns an error if the device could not continue from there.
-    pub(crate) fn stop(&self) -> io::Result<Registers> {
+    /// Stops the device, and returns its registers, and what [`VirtioDevice::driver_state`] says. The rest of its state
+    /// is in the queues in guest memory. Connections and open files are lost. Returns an error if the device could not
+    /// continue from there.
+    pub(crate) fn stop(&self) -> io::Result<(Registers, u16)> {
         let mut state = lock(&self.state);
         state.lifecycle.stop()?;
         state.lifecycle.check_idle(&state.registers)?;
-        Ok(state.registers.clone())
+        Ok((state.registers.clone(), state.lifecycle.device.driver_state()))
     }
 
     /// Sets the registers of a new device. Activates the device if its driver had set DRIVER_OK. The device continues
     /// after the last chain that was used.
-    pub(crate) fn resume(&self, registers: &Registers) -> io::Result<()> {
+    pub(crate) fn resume(&self, registers: &Registers, driver_state: u16) -> io::Result<()> {
         let state = &mut *lock(&self.state);
         state.registers.clone_from(registers);
         self.status.store(registers.status(), Ordering::SeqCst);
         if registers.is_driver_ok() {
+            state.lifecycle.device.set_driver_state(driver_state)?;
             state.lifecycle.activate(registers, &self.kicks, QueuePosition::AfterUsed)?;
         }
         Ok(())
