@@ -45,8 +45,9 @@ fn works(task: &Task<'_>, disk: &Loop, processor: u32) -> Result<()> {
 
 fn queues(host: &Host) -> Result<()> {
     let bridge = Bridge::new()?;
-    for vcpus in [1, 2] {
-        let _configured = Replaced::file(Path::new(CONFIGURATION), &format!("vcpus = {vcpus}\n"))?;
+    for (vcpus, transport) in [(1, "mmio"), (2, "mmio"), (2, "pci")] {
+        let text = format!("vcpus = {vcpus}\ntransport = \"{transport}\"\n");
+        let _configured = Replaced::file(Path::new(CONFIGURATION), &text)?;
         let (namespace, disk) = (bridge.namespace(2)?, Loop::new()?);
         let container = namespace.container(host).flags(["--cpus", "0.5", "--device", disk.path()]);
         let task = container.detach(&["sleep", "1000"])?;
