@@ -126,8 +126,14 @@ impl Outputs {
                 writing.fetch_sub(1, Ordering::Relaxed);
                 written
             };
+            let copied = copy(&output.reader, write);
+            let has_failed = copied.is_err();
             // Nobody waits for it after a deadline.
-            _ = sender.send(copy(output.reader, write));
+            _ = sender.send(copied);
+            if has_failed {
+                // The shim waits for a reader before it says that the program, which is killed now, has ended.
+                _ = copy(&output.reader, |_| Ok(()));
+            }
         });
         Ok(())
     }
@@ -193,19 +199,19 @@ pub(crate) fn copy_input(fifo: PathBuf) -> io::Result<oneshot::Receiver<()>> {
         let opened = OpenOptions::new().write(true).open(fifo);
         // An error means that the program reads no more, or that standard input is closed. For the program this is
         // the end in both cases.
-        _ = opened.and_then(|fifo| copy(input, |bytes| write_all(&fifo, bytes)));
+        _ = opened.and_then(|fifo| copy(&input, |bytes| write_all(&fifo, bytes)));
         _ = sender.send(());
     });
     Ok(receiver)
 }
 
-fn copy(mut from: File, mut write: impl FnMut(&[u8]) -> io::Result<()>) -> io::Result<()> {
+fn copy(mut from: &File, mut write: impl FnMut(&[u8]) -> io::Result<()>) -> io::Result<()> {
     let mut buffer = vec![0; BUFFER];
     loop {
         let length = match from.read(&mut buffer) {
             Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
-                wait_for(&from, PollFlags::IN)?;
+                wait_for(from, PollFlags::IN)?;
                 continue;
             }
             other => other?,
@@ -306,7 +312,8 @@ mod tests {
     async fn a_reader_that_goes_away_is_an_error() {
         let (reader, to) = io::pipe().unwrap();
         drop(reader);
-        let error = written(b"x", &to).await.unwrap_err();
+        // Nothing that is still written keeps the shim.
+        let error = written(&vec![b'x'; 300_000], &to).await.unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::BrokenPipe);
     }
 
@@ -353,7 +360,7 @@ mod tests {
         });
         let mut came = Vec::new();
         let from = File::from(std::os::fd::OwnedFd::from(from));
-        copy(from, |bytes| {
+        copy(&from, |bytes| {
             came.extend_from_slice(bytes);
             Ok(())
         })

@@ -12,7 +12,7 @@ use crate::ctr::{COMMAND, Host};
 use crate::fixtures::{Root, at_once, installed, scratch};
 
 /// The time that a run has, from its beginning. In it a VM starts, while another one does.
-const TIMEOUT: &str = "12s";
+const TIMEOUT: Duration = Duration::from_secs(5);
 
 pub(super) fn timeout(host: &Host) -> Result<()> {
     let root = Root::mount(host)?;
@@ -29,34 +29,27 @@ fn killed(host: &Host, _: &Root<'_>) -> Result<()> {
     let directory = scratch()?;
     let file = directory.path().join("result.xml");
     let report = file.display().to_string();
-    let words = [
-        "run",
-        "--rootfs",
-        "/",
-        "--env",
-        "SAMPLE_HANGS=1",
-        "--timeout",
-        TIMEOUT,
-        "--junit",
-        &report,
-        &sample,
-    ];
+    let time = format!("{:?}", host.patience(TIMEOUT));
+    let words =
+        ["run", "--rootfs", "/", "--env", "SAMPLE_HANGS=1", "--timeout", &time, "--junit", &report, &sample];
     let finished = Cmd::new("bulkhead").args(words).limit(host.patience(COMMAND)).run()?;
-    finished.exits(124)?.complains("bulkhead: it was killed after 12s (--timeout)\n")?;
-    let (xml, expected) =
-        (fs::read_to_string(&file)?, "<failure message=\"it was killed after 12s (--timeout)\">");
-    ensure!(xml.contains(expected), "expected  {expected}\ncame      {xml}");
+    let message = format!("it was killed after {time} (--timeout)");
+    finished.exits(124)?.complains(&format!("bulkhead: {message}\n"))?;
+    let (xml, expected) = (fs::read_to_string(&file)?, format!("<failure message=\"{message}\">"));
+    ensure!(xml.contains(&expected), "expected  {expected}\ncame      {xml}");
     Ok(())
 }
 
-/// Whoever has its output does not read it.
+/// Whoever has its output does not read it. It is more than a pipe takes, and not more than is between that pipe and
+/// the program.
 fn unread(host: &Host, root: &Root<'_>) -> Result<()> {
     let directory = scratch()?;
     let line = format!(
         "cd {} && mkfifo output && exec 3<>output && \
-         bulkhead run --rootfs {} --timeout {TIMEOUT} head -c 300000 /dev/zero >output",
+         bulkhead run --rootfs {} --timeout {:?} head -c 100000 /dev/zero >output",
         directory.path().display(),
         root.path().display(),
+        host.patience(TIMEOUT),
     );
     let finished = Cmd::new("bash").args(["-c", &line]).limit(host.patience(COMMAND)).run()?;
     // The program itself has ended well.
