@@ -1,7 +1,8 @@
 //! Sockets of the host's services that a container mounts, and those in directories that it mounts
-//! ([`in_directories`]). virtio-fs carries no connections, so each is a listening socket of the guest, with the mode
-//! and the owner of the host's. The shim connects to the service.
+//! ([`in_directories`]). virtio-fs carries no connections, so each is a socket of the guest, with the mode and the
+//! owner of the host's. The shim connects to the service.
 
+pub mod datagrams;
 pub mod in_directories;
 
 use std::{
@@ -19,10 +20,11 @@ use nix::mount::{MsFlags, mount};
 use tokio::{
     io::AsyncReadExt,
     net::{UnixListener, UnixStream},
-    sync::{Semaphore, SemaphorePermit},
+    sync::{Semaphore, SemaphorePermit, watch},
     time::{sleep, timeout},
 };
 
+use self::datagrams::Datagrams;
 use crate::streams::Connection;
 
 /// How long the shim may take to connect to the service.
@@ -48,6 +50,8 @@ pub struct HostSocket {
     pub uid: u32,
     /// Its group.
     pub gid: u32,
+    /// It is of the type SOCK_DGRAM, and not SOCK_STREAM.
+    pub datagrams: bool,
 }
 
 /// Who has connected: the effective ids of the process.
@@ -59,10 +63,30 @@ pub struct Peer {
     pub gid: u32,
 }
 
-/// A connection from inside a container.
-pub struct Client {
-    stream: UnixStream,
-    permit: SemaphorePermit<'static>,
+/// A socket of the guest in place of the host's.
+pub enum Listener {
+    /// Of streams.
+    Streams(UnixListener),
+    /// Of datagrams. None: somebody receives them already.
+    Datagrams(Mutex<Option<Datagrams>>),
+}
+
+/// What comes from inside a container.
+pub enum Client {
+    /// A connection.
+    Stream {
+        /// The agent's end of it.
+        stream: UnixStream,
+        /// Returned when it ends.
+        permit: SemaphorePermit<'static>,
+    },
+    /// All datagrams of a socket.
+    Datagrams {
+        /// The socket.
+        socket: Datagrams,
+        /// True when nothing shall be received any more. None: that does not happen.
+        closed: Option<watch::Receiver<bool>>,
+    },
 }
 
 /// The sockets of a container, by the indexes of their mounts. Their names are removed when this is dropped.
@@ -70,7 +94,7 @@ pub struct Client {
 pub struct HostSockets {
     /// None: there are no names.
     directory: Mutex<Option<PathBuf>>,
-    listeners: BTreeMap<u32, UnixListener>,
+    listeners: BTreeMap<u32, Listener>,
 }
 
 impl HostSockets {
@@ -89,10 +113,10 @@ impl HostSockets {
         fs::create_dir(&directory)?;
         // Dropped after an error, it removes what was made.
         let mut made = Self { directory: Mutex::new(Some(directory.clone())), listeners: BTreeMap::new() };
-        for HostSocket { index, mode, uid, gid } in sockets {
+        for HostSocket { index, mode, uid, gid, datagrams } in sockets {
             // The address of a socket is shorter than the id of a container can be. It keeps its other names.
             let new = all.join(NEW);
-            let listener = UnixListener::bind(&new)?;
+            let listener = Listener::bind(&new, *datagrams)?;
             let place = directory.join(index.to_string());
             let finished = chown(&new, Some(*uid), Some(*gid))
                 .and_then(|()| fs::set_permissions(&new, Permissions::from_mode(mode & 0o7777)))
@@ -106,9 +130,9 @@ impl HostSockets {
         Ok(made)
     }
 
-    /// Waits for the next connection to the socket of this index. None: there is no such socket.
+    /// Waits for the next connection to the socket of this index, see [`Listener::accept`].
     pub async fn accept(&self, index: u32) -> Option<(Client, Peer)> {
-        accept(self.listeners.get(&index)?).await
+        self.listeners.get(&index)?.accept().await
     }
 
     /// Removes the names, so that another container of this id can have them.
@@ -128,6 +152,28 @@ impl Drop for HostSockets {
     }
 }
 
+impl Listener {
+    /// Binds a socket of this type, and listens.
+    pub fn bind(path: &Path, datagrams: bool) -> io::Result<Self> {
+        Ok(match datagrams {
+            true => Self::Datagrams(Mutex::new(Some(Datagrams::bind(path)?))),
+            false => Self::Streams(UnixListener::bind(path)?),
+        })
+    }
+
+    /// Waits for the next connection. Of a socket of datagrams, all are one, which is there at once, and belongs to
+    /// nobody. None: somebody has it.
+    pub async fn accept(&self) -> Option<(Client, Peer)> {
+        match self {
+            Self::Streams(listener) => accept(listener).await,
+            Self::Datagrams(socket) => {
+                let socket = socket.lock().unwrap_or_else(PoisonError::into_inner).take()?;
+                Some((Client::Datagrams { socket, closed: None }, Peer { uid: 0, gid: 0 }))
+            }
+        }
+    }
+}
+
 async fn accept(listener: &UnixListener) -> Option<(Client, Peer)> {
     loop {
         let accepted = listener.accept().await.and_then(|(stream, _)| Ok((stream.peer_cred()?, stream)));
@@ -136,7 +182,7 @@ async fn accept(listener: &UnixListener) -> Option<(Client, Peer)> {
                 let peer = Peer { uid: cred.uid(), gid: cred.gid() };
                 // It is never closed.
                 let permit = CONNECTIONS.acquire().await.ok()?;
-                return Some((Client { stream, permit }, peer));
+                return Some((Client::Stream { stream, permit }, peer));
             }
             Err(error) => {
                 eprintln!("bulkhead-agent: accepting a connection to a service of the host: {error}");
@@ -147,16 +193,38 @@ async fn accept(listener: &UnixListener) -> Option<(Client, Peer)> {
 }
 
 impl Client {
-    /// Copies between the connection and the shim's stream, when the service has accepted it.
-    pub async fn forward(mut self, mut stream: Box<dyn Connection>) -> io::Result<()> {
-        if timeout(CONNECT, stream.read_u8()).await?? != relay::CONNECTED {
-            return Err(io::ErrorKind::InvalidData.into());
+    /// The same, but datagrams are received only until this is true. Connections go on.
+    #[must_use]
+    pub fn until(self, closed: watch::Receiver<bool>) -> Self {
+        match self {
+            Self::Datagrams { socket, .. } => Self::Datagrams { socket, closed: Some(closed) },
+            Self::Stream { .. } => self,
         }
-        let watched = std::os::fd::AsFd::as_fd(&self.stream).try_clone_to_owned()?;
-        let copied = relay::relay_while(&mut self.stream, stream, || !relay::is_closed(&watched)).await;
-        drop(self.permit);
-        copied
     }
+
+    /// Copies between the connection and the shim's stream, when the service has accepted it.
+    pub async fn forward(self, stream: Box<dyn Connection>) -> io::Result<()> {
+        match self {
+            Self::Stream { stream: client, permit } => {
+                let copied = copy(client, stream).await;
+                drop(permit);
+                copied
+            }
+            Self::Datagrams { socket, closed: None } => socket.forward(stream).await,
+            Self::Datagrams { socket, closed: Some(mut closed) } => tokio::select! {
+                forwarded = socket.forward(stream) => forwarded,
+                _ = closed.wait_for(|is_closed| *is_closed) => Ok(()),
+            },
+        }
+    }
+}
+
+async fn copy(client: UnixStream, mut stream: Box<dyn Connection>) -> io::Result<()> {
+    if timeout(CONNECT, stream.read_u8()).await?? != relay::CONNECTED {
+        return Err(io::ErrorKind::InvalidData.into());
+    }
+    let watched = std::os::fd::AsFd::as_fd(&client).try_clone_to_owned()?;
+    relay::relay_while(client, stream, || !relay::is_closed(&watched)).await
 }
 
 /// Mounts a file system for the sockets, unless it is there. It holds names only, which take no blocks. Everybody can
@@ -185,7 +253,7 @@ mod tests {
         let (client, stream) = UnixStream::pair().unwrap();
         let (shim, agent) = duplex(64);
         let permit = CONNECTIONS.acquire().await.unwrap();
-        let forwarded = tokio::spawn(Client { stream, permit }.forward(Box::new(agent)));
+        let forwarded = tokio::spawn(Client::Stream { stream, permit }.forward(Box::new(agent)));
         (client, shim, forwarded)
     }
 

@@ -6,8 +6,8 @@
 
 use std::{
     fs, io,
-    os::unix::{fs::MetadataExt, net::UnixListener},
-    path::Path,
+    os::unix::fs::MetadataExt,
+    path::{Path, PathBuf},
     time::Duration,
 };
 
@@ -63,8 +63,9 @@ pub trait Machine: Send + Sync {
     /// Forgets such a device, see [`Disks::remove`].
     fn remove_disk(&self, serial: &str) -> io::Result<()>;
 
-    /// Listens at the inode of a socket of the host that is at `path` in the share. `NotFound`: it is not there.
-    fn listen_at(&self, path: &Path, socket: &SharedSocket) -> io::Result<UnixListener>;
+    /// The name by which a socket is bound to the inode of a socket of the host that is at `path` in the share.
+    /// `NotFound`: it is not there.
+    fn name_to_bind(&self, path: &Path, socket: &SharedSocket) -> io::Result<PathBuf>;
 
     /// Writes back all dirty data.
     fn write_back(&self);
@@ -118,11 +119,11 @@ impl Machine for GuestMachine {
         self.disks.remove(serial)
     }
 
-    fn listen_at(&self, path: &Path, socket: &SharedSocket) -> io::Result<UnixListener> {
+    fn name_to_bind(&self, path: &Path, socket: &SharedSocket) -> io::Result<PathBuf> {
         // The VMM answers for files that were looked up. The guest may have cached what was there a moment ago.
         let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::STATX_FORCE_SYNC;
         statx(CWD, path, flags, StatxFlags::TYPE)?;
-        UnixListener::bind(Path::new(SHARE_DIR).join(socket.name()))
+        Ok(Path::new(SHARE_DIR).join(socket.name()))
     }
 
     fn write_back(&self) {

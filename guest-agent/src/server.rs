@@ -219,9 +219,9 @@ impl Agent for Service {
         _: &TtrpcContext,
         request: ListenHostSocketRequest,
     ) -> ttrpc::Result<Empty> {
-        let ListenHostSocketRequest { index, path, major, minor, inode, .. } = request;
+        let ListenHostSocketRequest { index, path, major, minor, inode, datagrams, .. } = request;
         let path = OsString::from_vec(path).into();
-        let socket = DirectorySocket { index, path, socket: SharedSocket { major, minor, inode } };
+        let socket = DirectorySocket { index, path, socket: SharedSocket { major, minor, inode }, datagrams };
         // At once: a CloseHostSocket that comes later finds it.
         self.sandbox.begin_host_socket(index).map_err(status)?;
         let listen = move |sandbox: Arc<Sandbox>| async move { sandbox.listen_host_socket(socket).await };
@@ -437,7 +437,8 @@ fn volume_entry(entry: VolumeEntryMessage) -> Option<VolumeEntry> {
 }
 
 fn host_socket(socket: &agent::HostSocket) -> HostSocket {
-    HostSocket { index: socket.index, mode: socket.mode, uid: socket.uid, gid: socket.gid }
+    let agent::HostSocket { index, mode, uid, gid, datagrams, .. } = *socket;
+    HostSocket { index, mode, uid, gid, datagrams }
 }
 
 fn window_size(width: u32, height: u32) -> Result<WindowSize, ContainerError> {

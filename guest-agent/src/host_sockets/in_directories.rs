@@ -5,7 +5,6 @@
 use std::{
     collections::HashMap,
     io,
-    os::unix::net::UnixListener as StdUnixListener,
     path::{Path, PathBuf},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     thread,
@@ -14,9 +13,9 @@ use std::{
 
 use bulkhead_agent_api::{MAX_DIRECTORY_SOCKETS, SHARE_DIR};
 use bulkhead_vmm_api::SharedSocket;
-use tokio::{net::UnixListener, sync::watch};
+use tokio::sync::watch;
 
-use super::{Client, Peer, accept};
+use super::{Client, Listener, Peer};
 use crate::machine::Machine;
 
 /// How long to look for a socket. The guest may have cached for a second that there is none, or an older one.
@@ -32,14 +31,17 @@ pub struct DirectorySocket {
     pub path: PathBuf,
     /// The host's socket.
     pub socket: SharedSocket,
+    /// Of the type SOCK_DGRAM, and not SOCK_STREAM.
+    pub datagrams: bool,
 }
 
 impl DirectorySocket {
     /// Listens there. Blocks. `NotFound`: there is no such socket.
-    pub fn listen(&self, machine: &dyn Machine) -> io::Result<StdUnixListener> {
+    pub fn listen(&self, machine: &dyn Machine) -> io::Result<Listener> {
         let (path, began) = (Path::new(SHARE_DIR).join(&self.path), Instant::now());
         loop {
-            match machine.listen_at(&path, &self.socket) {
+            let name = machine.name_to_bind(&path, &self.socket);
+            match name.and_then(|name| Listener::bind(&name, self.datagrams)) {
                 Err(error) if error.kind() == io::ErrorKind::NotFound && began.elapsed() < LOOK => {
                     thread::sleep(LOOK_AGAIN);
                 }
@@ -54,7 +56,7 @@ impl DirectorySocket {
 pub struct DirectorySockets(Mutex<HashMap<u32, Option<Arc<Listening>>>>);
 
 struct Listening {
-    listener: UnixListener,
+    listener: Listener,
     closed: watch::Sender<bool>,
 }
 
@@ -70,9 +72,7 @@ impl DirectorySockets {
     }
 
     /// Adds the socket of a number, unless that was closed meanwhile.
-    pub fn add(&self, index: u32, listener: StdUnixListener) -> io::Result<()> {
-        listener.set_nonblocking(true)?;
-        let listener = UnixListener::from_std(listener)?;
+    pub fn add(&self, index: u32, listener: Listener) -> io::Result<()> {
         match self.lock().get_mut(&index) {
             Some(place @ None) => {
                 *place = Some(Arc::new(Listening { listener, closed: watch::Sender::new(false) }));
@@ -94,7 +94,10 @@ impl DirectorySockets {
         let listening = self.lock().get(&index).cloned()??;
         let mut closed = listening.closed.subscribe();
         tokio::select! {
-            accepted = accept(&listening.listener) => accepted,
+            accepted = listening.listener.accept() => {
+                let (client, peer) = accepted?;
+                Some((client.until(listening.closed.subscribe()), peer))
+            }
             _ = closed.wait_for(|is_closed| *is_closed) => None,
         }
     }
@@ -110,8 +113,8 @@ mod tests {
 
     use super::*;
 
-    fn listener(directory: &Path, name: &str) -> StdUnixListener {
-        StdUnixListener::bind(directory.join(name)).unwrap()
+    fn listener(directory: &Path, name: &str) -> Listener {
+        Listener::bind(&directory.join(name), false).unwrap()
     }
 
     #[tokio::test]

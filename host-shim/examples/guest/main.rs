@@ -196,7 +196,7 @@ impl Machine for TestMachine {
 
     /// The kernel is the host's, whose own services listen at the sockets of the share. So this one is beside them, in
     /// the directory `guest`.
-    fn listen_at(&self, path: &Path, socket: &SharedSocket) -> io::Result<StdUnixListener> {
+    fn name_to_bind(&self, path: &Path, socket: &SharedSocket) -> io::Result<PathBuf> {
         let found = fs::symlink_metadata(path)?;
         let numbers = (u64::from(socket.major), u64::from(socket.minor), socket.inode);
         let (Some(directory), Some(name)) = (path.parent(), path.file_name()) else {
@@ -210,7 +210,7 @@ impl Machine for TestMachine {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
             _ => {}
         }
-        StdUnixListener::bind(place)
+        Ok(place)
     }
 
     /// The files of the share are the machine's own.

@@ -238,7 +238,7 @@ async fn rest(agent: Agent, which: u8) -> Result<(), AgentError> {
         29 => agent.change_routing(ID, messages::ChangeRoutingRequest::new()).await,
         30 => {
             let socket = SharedSocket { major: 8, minor: 1, inode: 2 };
-            agent.listen_host_socket(1, Path::new("volume/socket"), &socket).await
+            agent.listen_host_socket(1, Path::new("volume/socket"), &socket, true).await
         }
         31 => agent.close_host_socket(1).await,
         _ => agent.shutdown(LATER / 2).await,

@@ -273,9 +273,10 @@ impl Agent {
         index: u32,
         place: &Path,
         socket: &SharedSocket,
+        datagrams: bool,
     ) -> Result<(), AgentError> {
         let mut request = agent::ListenHostSocketRequest::new();
-        request.index = index;
+        (request.index, request.datagrams) = (index, datagrams);
         request.path = place.as_os_str().as_bytes().into();
         (request.major, request.minor, request.inode) = (socket.major, socket.minor, socket.inode);
         call("ListenHostSocket", QUICK, |context| self.client.listen_host_socket(context, &request))
@@ -294,7 +295,7 @@ impl Agent {
 
     /// Waits until a process of the container connects to the socket of the host that is mounted at this index, for as
     /// long as it takes. An empty id stands for the pod, and the index for that of [`Self::listen_host_socket`]. The
-    /// agent forwards the connection on the stream.
+    /// agent forwards the connection on the stream. A socket of datagrams is given once, and at once.
     pub(crate) async fn accept_host_socket(
         &self,
         id: &str,
@@ -414,6 +415,7 @@ fn description(socket: &HostSocket) -> agent::HostSocket {
     // A spec has not as many mounts.
     description.index = socket.index as u32;
     (description.mode, description.uid, description.gid) = (socket.mode, socket.uid, socket.gid);
+    description.datagrams = socket.datagrams;
     description
 }
 

@@ -27,7 +27,7 @@ use rustix::{
     },
 };
 use tokio::{
-    net::UnixStream,
+    net::{UnixDatagram as Sender, UnixStream},
     time::{Instant, sleep, timeout_at},
 };
 
@@ -59,6 +59,8 @@ pub(crate) struct HostSocket {
     pub(crate) mode: u32,
     pub(crate) uid: u32,
     pub(crate) gid: u32,
+    /// Its type is SOCK_DGRAM. Otherwise it is SOCK_STREAM, or one that cannot be forwarded.
+    pub(crate) datagrams: bool,
     inode: OwnedFd,
 }
 
@@ -76,14 +78,25 @@ impl Confinement {
     pub(crate) fn allows(&self, uid: u32, gid: u32) -> bool {
         self.ids.as_ref().is_none_or(|ids| ids.have(uid, gid))
     }
+
+    /// Refuses a user or a group that no process of the container can have.
+    pub(crate) fn check(&self, uid: u32, gid: u32) -> io::Result<()> {
+        if !self.allows(uid, gid) {
+            let reason =
+                format!("the guest names user {uid} and group {gid}, which the container does not have");
+            return Err(io::Error::new(ErrorKind::PermissionDenied, reason));
+        }
+        if uid == NO_ID || gid == NO_ID {
+            return Err(io::Error::new(ErrorKind::InvalidInput, "the guest names no user or group"));
+        }
+        Ok(())
+    }
 }
 
 /// What the source of a bind mount is.
 #[derive(Debug)]
 pub(crate) enum Source {
     Socket(HostSocket),
-    /// A socket whose messages cannot be forwarded.
-    Datagrams,
     /// Something else.
     Other(OwnedFd),
 }
@@ -95,10 +108,8 @@ pub(crate) fn look(index: usize, path: &Path, inode: OwnedFd) -> io::Result<Sour
         return Ok(Source::Other(inode));
     }
     // If this fails, the socket may still work. If not, the client's connection fails.
-    if matches!(bound_to(&inode), Ok(Bound::Datagrams)) {
-        return Ok(Source::Datagrams);
-    }
-    Ok(Source::Socket(HostSocket::of(index, path, inode, &stat)))
+    let datagrams = matches!(bound_to(&inode), Ok(Bound::Datagrams));
+    Ok(Source::Socket(HostSocket::of(index, path, inode, &stat, datagrams)))
 }
 
 /// What kind of socket a process has bound to a file.
@@ -127,10 +138,10 @@ pub(crate) fn bound_to(inode: &OwnedFd) -> io::Result<Bound> {
 
 impl HostSocket {
     /// The socket of this number, whose inode has these attributes.
-    pub(crate) fn of(index: usize, path: &Path, inode: OwnedFd, stat: &Stat) -> Self {
+    pub(crate) fn of(index: usize, path: &Path, inode: OwnedFd, stat: &Stat, datagrams: bool) -> Self {
         let mode = stat.st_mode & 0o7777;
         let (uid, gid) = (stat.st_uid, stat.st_gid);
-        Self { index, path: path.into(), mode, uid, gid, inode }
+        Self { index, path: path.into(), mode, uid, gid, datagrams, inode }
     }
 
     /// Connects a container to the service as this user and group, which the service is told of (SO_PEERCRED of
@@ -141,33 +152,49 @@ impl HostSocket {
         gid: u32,
         confinement: &Confinement,
     ) -> io::Result<UnixStream> {
-        if !confinement.allows(uid, gid) {
-            let reason =
-                format!("the guest names user {uid} and group {gid}, which the container does not have");
-            return Err(io::Error::new(ErrorKind::PermissionDenied, reason));
-        }
-        if uid == NO_ID || gid == NO_ID {
-            return Err(io::Error::new(ErrorKind::InvalidInput, "the guest names no user or group"));
-        }
+        UnixStream::from_std(self.connected(SockType::Stream, uid, gid, confinement).await?.into())
+    }
+
+    /// A socket by which datagrams go to the service, if this user and this group may write to its socket. Who sends is
+    /// said with each datagram.
+    pub(crate) async fn sender(&self, uid: u32, gid: u32, confinement: &Confinement) -> io::Result<Sender> {
+        Sender::from_std(self.connected(SockType::Datagram, uid, gid, confinement).await?.into())
+    }
+
+    async fn connected(
+        &self,
+        kind: SockType,
+        uid: u32,
+        gid: u32,
+        confinement: &Confinement,
+    ) -> io::Result<OwnedFd> {
+        confinement.check(uid, gid)?;
         let deadline = Instant::now() + CONNECT;
         loop {
             let (inode, profile) = (self.inode.try_clone()?, confinement.profile.clone());
             // A thread of its own, since it stays that user, with that profile.
-            let connected = blocking::run(move || connect_as(&inode, uid, gid, profile.as_deref()), drop);
+            let connected =
+                blocking::run(move || connect_as(&inode, kind, uid, gid, profile.as_deref()), drop);
             let connected = timeout_at(deadline, connected).await?.map_err(io::Error::other)?;
             match connected {
                 // As many wait as the service lets wait. No event tells when one is accepted.
                 Err(error) if error.kind() == ErrorKind::WouldBlock && Instant::now() + AGAIN < deadline => {
                     sleep(AGAIN).await;
                 }
-                other => return UnixStream::from_std(other?.into()),
+                other => return other,
             }
         }
     }
 }
 
 /// Connects on a thread that ends afterwards.
-fn connect_as(inode: &OwnedFd, uid: u32, gid: u32, profile: Option<&str>) -> io::Result<OwnedFd> {
+fn connect_as(
+    inode: &OwnedFd,
+    kind: SockType,
+    uid: u32,
+    gid: u32,
+    profile: Option<&str>,
+) -> io::Result<OwnedFd> {
     let address = UnixAddr::new(&no_symlinks::proc_path(inode))?;
     let (uid, gid) = (Uid::from_raw(uid), Gid::from_raw(gid));
     set_thread_groups(&[])?;
@@ -183,10 +210,10 @@ fn connect_as(inode: &OwnedFd, uid: u32, gid: u32, profile: Option<&str>) -> io:
     }
     // The socket has the label of the thread that makes it.
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
-    let client = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
+    let client = socket(AddressFamily::Unix, kind, flags, None)?;
     match connect(client.as_raw_fd(), &address) {
         Err(Errno::EPROTOTYPE) => {
-            let reason = "it is no socket of streams (SOCK_STREAM), and others cannot be forwarded";
+            let reason = "it is a socket of packets (SOCK_SEQPACKET), which cannot be forwarded";
             Err(io::Error::new(ErrorKind::Unsupported, reason))
         }
         other => Ok(other.map(|()| client)?),
@@ -283,6 +310,28 @@ mod tests {
         assert!(rustix::process::geteuid().is_root(), "this thread stays root");
     }
 
+    #[tokio::test]
+    async fn datagrams_are_sent_by_who_may_write_to_the_socket() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("log");
+        let service = UnixDatagram::bind(&path).unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o620)).unwrap();
+        chown(&path, Some(1234), Some(5678)).unwrap();
+        let socket = found(&path);
+        let free = Confinement::default();
+        socket.sender(1234, 77, &free).await.unwrap().send(b"text").await.unwrap();
+        assert_eq!(service.recv(&mut [0; 100]).unwrap(), 4);
+        let error = socket.sender(77, 77, &free).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::PermissionDenied);
+        let ids = IdMappings::take(0, &mut vec!["uidmap=0:1000:500".into(), "gidmap=0:0:9".into()]).unwrap();
+        let mapped = Confinement { profile: None, ids };
+        let error = socket.sender(0, 0, &mapped).await.unwrap_err().to_string();
+        assert!(error.contains("user 0 and group 0"), "{error}");
+        drop(service);
+        let refused = socket.sender(0, 0, &free).await.unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::ConnectionRefused);
+    }
+
     /// On a host without AppArmor, and on one without this profile.
     #[tokio::test]
     async fn who_cannot_be_confined_does_not_reach_the_service() {
@@ -303,14 +352,14 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let at = |name: &str| dir.path().join(name);
         let _socket = UnixDatagram::bind(at("datagrams")).unwrap();
-        assert!(matches!(look_at(&at("datagrams")), Source::Datagrams));
+        assert!(found(&at("datagrams")).datagrams);
         fs::write(at("file"), "").unwrap();
         for other in ["file", ""] {
             assert!(matches!(look_at(&at(other)), Source::Other(_)), "{other}");
         }
         // Nobody listens any more. A mount is possible with runc too.
         drop(UnixListener::bind(at("left")).unwrap());
-        found(&at("left"));
+        assert!(!found(&at("left")).datagrams);
     }
 
     #[tokio::test]

@@ -175,11 +175,6 @@ pub(crate) enum RootfsError {
     #[error("mounts[{index}]: source {path}")]
     BindSource { index: usize, path: PathBuf, source: io::Error },
     #[error(
-        "mounts[{index}].source: {path} is a socket of datagrams, which is not implemented: only sockets of streams \
-         reach the host from a VM"
-    )]
-    Datagrams { index: usize, path: PathBuf },
-    #[error(
         "mounts[{index}].source: {path} (character device {major}:{minor}) is not implemented: the guest's kernel does \
          not have this device (docs/resources.md lists those that it has); use runc for this container"
     )]
@@ -249,7 +244,6 @@ pub(crate) fn open_source(bind_mount: &BindMount) -> Result<Opened, RootfsError>
     let opened = opened.map_err(|errno| failed(errno.into()))?;
     let opened = match host_socket::look(index, &bind_mount.source, opened).map_err(failed)? {
         Source::Socket(socket) => return Ok(Opened::Socket(socket)),
-        Source::Datagrams => return Err(RootfsError::Datagrams { index, path: path() }),
         Source::Other(opened) => opened,
     };
     let found = fs::metadata(no_symlinks::proc_path(&opened)).map_err(failed)?;

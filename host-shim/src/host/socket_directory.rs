@@ -54,6 +54,7 @@ pub(crate) struct Found {
     pub(crate) name: OsString,
     pub(crate) id: SharedSocket,
     stat: Stat,
+    datagrams: bool,
     /// As long as it is open, no other socket has its number.
     inode: OwnedFd,
 }
@@ -102,7 +103,7 @@ impl SocketDirectory {
         // Each by its name, which may not be among the first.
         for (id, name) in &known.sockets {
             match look_at(&opened, name) {
-                Ok(Some((found, Bound::Streams))) if found.id == *id => {}
+                Ok(Some((found, Bound::Streams | Bound::Datagrams))) if found.id == *id => {}
                 Ok(_) => continue,
                 // It may be there.
                 Err(error) => listing.failed = Some(error),
@@ -129,7 +130,7 @@ impl SocketDirectory {
 impl Listing {
     fn add(&mut self, looked: io::Result<Option<(Found, Bound)>>, known: &Known) {
         match looked {
-            Ok(None | Some((_, Bound::Datagrams))) => {}
+            Ok(None) => {}
             Ok(Some((_, Bound::Nothing))) => self.has_others = true,
             // Perhaps by another name than before.
             Ok(Some((found, _))) if known.sockets.contains_key(&found.id) => {
@@ -159,7 +160,8 @@ fn look_at(directory: &OwnedFd, name: &OsStr) -> io::Result<Option<(Found, Bound
     let bound = bound_to(&inode)?;
     let (major, minor) = (major(stat.st_dev), minor(stat.st_dev));
     let id = SharedSocket { major, minor, inode: stat.st_ino };
-    Ok(Some((Found { name: name.into(), id, stat, inode }, bound)))
+    let datagrams = bound == Bound::Datagrams;
+    Ok(Some((Found { name: name.into(), id, stat, datagrams, inode }, bound)))
 }
 
 impl Found {
@@ -167,7 +169,7 @@ impl Found {
     /// the log: perhaps a container has chosen the name.
     pub(crate) fn into_socket(self, number: u32, directory: &Path) -> HostSocket {
         let path = directory.join(one_line(&self.name.to_string_lossy()));
-        HostSocket::of(number as usize, &path, self.inode, &self.stat)
+        HostSocket::of(number as usize, &path, self.inode, &self.stat, self.datagrams)
     }
 }
 
@@ -244,7 +246,9 @@ mod tests {
         assert_eq!(watched.list().new.len(), 1);
         assert!(watched.list().has_others);
         let _log = UnixDatagram::bind(at("log")).unwrap();
-        assert_eq!(watched.list().new.len(), 1);
+        let listing = watched.list();
+        let found: Vec<_> = listing.new.iter().map(|found| (found.name == "log", found.datagrams)).collect();
+        assert!(found.len() == 2 && found.iter().all(|(is_log, datagrams)| is_log == datagrams), "{found:?}");
     }
 
     #[test]

@@ -2,6 +2,7 @@
 //! pod's first container. All containers of the pod run in it. It ends with the pod.
 
 mod cpu_limits;
+mod datagrams;
 mod disks;
 mod host_resources;
 mod host_sockets;

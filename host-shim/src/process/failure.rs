@@ -18,9 +18,7 @@ pub(crate) fn cause_of(error: &TaskError) -> Option<Cause> {
         TaskError::Request(_)
         | TaskError::Terminal(_)
         | TaskError::Unimplemented { .. }
-        | TaskError::Rootfs(
-            RootfsError::Option { .. } | RootfsError::Datagrams { .. } | RootfsError::Sockets { .. },
-        ) => Cause::RefusedField,
+        | TaskError::Rootfs(RootfsError::Option { .. } | RootfsError::Sockets { .. }) => Cause::RefusedField,
         TaskError::Rootfs(_) | TaskError::Volume { .. } => Cause::Rootfs,
         TaskError::Disk { source: DiskError::Guest(error), .. } => of_agent(error),
         TaskError::Disk { .. } => Cause::Rootfs,

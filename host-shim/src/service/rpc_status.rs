@@ -44,7 +44,7 @@ fn code(error: &TaskError) -> Code {
         TaskError::Request(RequestError::Unimplemented { .. })
         | TaskError::Request(RequestError::Endpoint(EndpointError::Scheme { .. }))
         | TaskError::Request(RequestError::Options(OptionsError::Unknown(_) | OptionsError::Runc(_)))
-        | TaskError::Rootfs(RootfsError::Option { .. } | RootfsError::Datagrams { .. })
+        | TaskError::Rootfs(RootfsError::Option { .. })
         | TaskError::Network(
             NetworkError::HostNamespace { .. }
             | NetworkError::TooMany { .. }

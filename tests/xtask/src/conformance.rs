@@ -122,15 +122,16 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "what a container mounts stays in its VM; `rslave` is honoured",
     ),
     (
-        "sockets of the host's services (`-v /var/run/docker.sock:...`): those of datagrams (`/dev/log`) are refused. Not \
-         refused: SCM_RIGHTS and SCM_CREDENTIALS do not pass, the service sees the shim's pid, and a connection to a \
-         service that has ended is accepted and ends at once",
-        "the shim forwards streams of bytes (docs/resources.md, Sockets of the host's services)",
+        "sockets of the host's services (`-v /var/run/docker.sock:...`): not refused, but SCM_RIGHTS and \
+         SCM_CREDENTIALS do not pass, the service sees the shim's pid, and a connection to a service that has ended is \
+         accepted and ends at once. To those of datagrams (`/dev/log`) a container can only send: there are no \
+         answers, and the service sees the VMM's pid",
+        "the shim forwards bytes and datagrams (docs/resources.md, Sockets of the host's services)",
     ),
     (
         "sockets in a directory of the host that a container mounts: the mount is not refused. A container connects to \
-         stream sockets directly in the directory, also after the service has restarted. Other connections fail with \
-         ECONNREFUSED: to datagram sockets, to sockets in directories below, and from the host or another pod to a \
+         stream and datagram sockets directly in the directory, also after the service has restarted. Other \
+         connections fail with ECONNREFUSED: to sockets in directories below, and from the host or another pod to a \
          container's socket (each container of docker is a pod)",
         "virtio-fs carries no connections; the shim looks for sockets in the directory that is mounted \
          (docs/resources.md, Sockets of the host's services)",

@@ -1,7 +1,14 @@
 //! Connects containers with services of the host whose sockets they mount. The agent has a socket of its own for each
 //! (`guest-agent/src/host_sockets.rs`). The guest names a socket by the index of a mount, never by a path.
 
-use std::{future::pending, io, os::fd::AsFd, pin::pin, sync::Arc, time::Duration};
+use std::{
+    future::pending,
+    io::{self, ErrorKind},
+    os::fd::AsFd,
+    pin::pin,
+    sync::Arc,
+    time::Duration,
+};
 
 use bulkhead_agent_api::{MAX_HOST_CONNECTIONS, relay};
 use tokio::{
@@ -12,7 +19,7 @@ use tokio::{
 };
 use ttrpc::Code;
 
-use super::socket_directories::Confinements;
+use super::{datagrams::Senders, socket_directories::Confinements};
 use crate::{
     guest::agent::{AgentError, Peer},
     host::host_socket::{Confinement, HostSocket},
@@ -37,10 +44,15 @@ pub(super) fn new_log() -> SharedLogLimit {
     SharedLogLimit::new(LOGGED, LOG_WINDOW)
 }
 
-/// The right to have connections, which the containers of a pod share.
+/// Bytes of datagrams of a pod in the shim at one time: ten of the longest. Each socket has one at most. The next one
+/// waits.
+const MOST_DATAGRAM_BYTES: usize = 2 << 20;
+
+/// The right to have connections and datagrams, which the containers of a pod share.
 #[derive(Debug, Clone)]
 pub(crate) struct Connections {
     open: Arc<Semaphore>,
+    datagram_bytes: Arc<Semaphore>,
     begun: Arc<Mutex<Begun>>,
 }
 
@@ -55,6 +67,7 @@ impl Default for Connections {
     fn default() -> Self {
         Self {
             open: Arc::new(Semaphore::new(MAX_HOST_CONNECTIONS)),
+            datagram_bytes: Arc::new(Semaphore::new(MOST_DATAGRAM_BYTES)),
             begun: Arc::new(Mutex::new(Begun { since: Instant::now(), number: 0 })),
         }
     }
@@ -63,6 +76,19 @@ impl Default for Connections {
 impl Connections {
     /// Waits until another connection may begin. None is ever refused.
     async fn begin(&self) -> Option<OwnedSemaphorePermit> {
+        self.pace().await;
+        // It is never closed.
+        Arc::clone(&self.open).acquire_owned().await.ok()
+    }
+
+    /// Waits until there is room for a datagram of so many bytes.
+    pub(super) async fn room(&self, bytes: usize) -> io::Result<OwnedSemaphorePermit> {
+        // It is never closed.
+        Arc::clone(&self.datagram_bytes).acquire_many_owned(bytes as u32).await.map_err(io::Error::other)
+    }
+
+    /// Waits until another connection may be begun.
+    pub(super) async fn pace(&self) {
         let mut begun = self.begun.lock().await;
         if begun.since.elapsed() < BEGUN_WINDOW && begun.number >= MOST_BEGUN {
             sleep_until(begun.since + BEGUN_WINDOW).await;
@@ -71,9 +97,6 @@ impl Connections {
             *begun = Begun { since: Instant::now(), number: 0 };
         }
         begun.number += 1;
-        drop(begun);
-        // It is never closed.
-        Arc::clone(&self.open).acquire_owned().await.ok()
     }
 }
 
@@ -90,10 +113,11 @@ impl HostSockets {
         sockets: &[Arc<HostSocket>],
         connections: &Connections,
     ) -> Self {
+        let confinement = Arc::new(confinement.clone());
         let serve = |socket: &Arc<HostSocket>| {
             let service = Service {
                 guest: guest.clone(),
-                clients: Clients::Container { id: id.into(), confinement: confinement.clone() },
+                clients: Clients::Container { id: id.into(), confinement: Arc::clone(&confinement) },
                 socket: Arc::clone(socket),
                 connections: connections.clone(),
                 log: new_log(),
@@ -124,7 +148,7 @@ pub(super) struct Service {
 #[derive(Debug, Clone)]
 pub(super) enum Clients {
     /// The container of this id, which mounts its socket.
-    Container { id: String, confinement: Confinement },
+    Container { id: String, confinement: Arc<Confinement> },
     /// All containers of the pod that mount the directory with its socket.
     OfDirectory {
         confinements: Arc<Confinements>,
@@ -139,6 +163,14 @@ impl Clients {
         match self {
             Self::Container { id, .. } => Some(id),
             Self::OfDirectory { .. } => None,
+        }
+    }
+
+    /// That of a container in which a process may have this user and this group, if there is one.
+    pub(super) fn confinement(&self, uid: u32, gid: u32) -> io::Result<Arc<Confinement>> {
+        match self {
+            Self::Container { confinement, .. } => Ok(Arc::clone(confinement)),
+            Self::OfDirectory { confinements, .. } => confinements.of(uid, gid),
         }
     }
 }
@@ -163,7 +195,10 @@ impl Service {
         // They end with this function.
         let mut connections = JoinSet::new();
         // A guest that never answers keeps nothing here.
-        unless(closed, self.accept(&mut connections)).await;
+        match self.socket.datagrams {
+            true => unless(closed, self.pass_datagrams()).await,
+            false => unless(closed, self.accept(&mut connections)).await,
+        }
         while let Some(ended) = connections.join_next().await {
             self.ended(ended);
         }
@@ -200,23 +235,53 @@ impl Service {
 
     fn ended(&self, connection: Result<io::Result<()>, JoinError>) {
         if let Ok(Err(error)) = connection {
-            self.log(&chain(&error));
-            if let Clients::OfDirectory { failed, .. } = &self.clients {
-                failed.notify_one();
+            self.failed(&error);
+        }
+    }
+
+    fn failed(&self, error: &io::Error) {
+        self.log(&chain(error));
+        if let Clients::OfDirectory { failed, .. } = &self.clients {
+            failed.notify_one();
+        }
+    }
+
+    /// Passes on what the agent receives at a socket of datagrams.
+    async fn pass_datagrams(&self) {
+        let mut pause = Duration::ZERO;
+        let stream = loop {
+            match self.stream_after(pause).await {
+                Ok((stream, _)) => break stream,
+                Err(AgentError::Refused { code: Code::NOT_FOUND, .. } | AgentError::Disconnected { .. }) => {
+                    return;
+                }
+                Err(error) => self.log(&chain(&error)),
             }
+            pause = ACCEPT_PAUSE;
+        };
+        let senders = Senders::new(&self.socket, &self.clients, &self.connections, self.guest.vm.pid());
+        match senders.pass_all(stream, |error| self.log(&chain(error))).await {
+            // The agent receives nothing more.
+            Err(error) if error.kind() == ErrorKind::UnexpectedEof => {}
+            Err(error) => self.failed(&error),
         }
     }
 
     /// Accepts one connection, after a pause.
     async fn accept_after(&self, pause: Duration) -> Result<Accepted, AgentError> {
+        let (stream, peer) = self.stream_after(pause).await?;
+        let permit = self.connections.begin().await;
+        Ok(Accepted { stream, peer, _permit: permit })
+    }
+
+    async fn stream_after(&self, pause: Duration) -> Result<(GuestStream, Peer), AgentError> {
         sleep(pause).await;
         let vsock = self.guest.vm.vsock();
         let stream_id = vsock.stream_ids(1);
         let stream = vsock.connect_stream(stream_id, relay::BUFFER).await?;
         let id = self.clients.container().unwrap_or_default();
         let peer = self.guest.agent.accept_host_socket(id, self.socket.index, stream_id).await?;
-        let permit = self.connections.begin().await;
-        Ok(Accepted { stream, peer, _permit: permit })
+        Ok((stream, peer))
     }
 
     fn log(&self, error: &str) {
@@ -243,11 +308,8 @@ pub(super) async fn unless(closed: impl Future<Output = ()>, work: impl Future<O
 /// the stream tells the agent.
 async fn forward(socket: Arc<HostSocket>, clients: Clients, accepted: Accepted) -> io::Result<()> {
     let Accepted { mut stream, peer, _permit } = accepted;
-    let confinement = match &clients {
-        Clients::OfDirectory { confinements, .. } => &*confinements.of(peer.uid, peer.gid)?,
-        Clients::Container { confinement, .. } => confinement,
-    };
-    let service = socket.connect(peer.uid, peer.gid, confinement).await?;
+    let confinement = clients.confinement(peer.uid, peer.gid)?;
+    let service = socket.connect(peer.uid, peer.gid, &confinement).await?;
     drop((socket, clients));
     let ends = [stream.get_ref().as_fd(), service.as_fd()].map(|end| end.try_clone_to_owned());
     let [guest, host] = ends;

@@ -238,6 +238,7 @@ trait Listeners: Clone + Send + Sync + 'static {
         index: u32,
         place: &Path,
         socket: &SharedSocket,
+        datagrams: bool,
     ) -> impl Future<Output = Result<(), AgentError>> + Send;
 
     /// Has the agent listen there no more, also if it was only asked to.
@@ -257,8 +258,14 @@ trait Listeners: Clone + Send + Sync + 'static {
 }
 
 impl Listeners for Guest {
-    async fn listen(&self, index: u32, place: &Path, socket: &SharedSocket) -> Result<(), AgentError> {
-        self.agent.listen_host_socket(index, place, socket).await
+    async fn listen(
+        &self,
+        index: u32,
+        place: &Path,
+        socket: &SharedSocket,
+        datagrams: bool,
+    ) -> Result<(), AgentError> {
+        self.agent.listen_host_socket(index, place, socket, datagrams).await
     }
 
     async fn close(&self, index: u32) -> Result<(), AgentError> {
@@ -543,7 +550,7 @@ impl<G: Listeners> Follower<G> {
         let number = Number { index, _room: Arc::new(room) };
         // If this fails or is given up, the agent may listen nevertheless.
         self.closing.push(number.clone());
-        self.guest.listen(index, &self.directory.place.join(&name), &id).await?;
+        self.guest.listen(index, &self.directory.place.join(&name), &id, socket.datagrams).await?;
         self.closing.pop();
         if self.pod.served.allows() {
             tracing::info!(socket = %socket.path.display(), "containers reach a service of the host in a directory");
@@ -599,7 +606,13 @@ mod tests {
     }
 
     impl Listeners for TestGuest {
-        async fn listen(&self, index: u32, place: &Path, _: &SharedSocket) -> Result<(), AgentError> {
+        async fn listen(
+            &self,
+            index: u32,
+            place: &Path,
+            _: &SharedSocket,
+            _: bool,
+        ) -> Result<(), AgentError> {
             let name = place.file_name().unwrap().to_owned();
             lock(&self.state).listened.push((index, name));
             if lock(&self.state).answers_no_listen {

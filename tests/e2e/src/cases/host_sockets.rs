@@ -1,14 +1,18 @@
 //! Sockets of the host's services that a container mounts, such as docker's: the container connects to the service.
 
 use std::fs::{self, Permissions};
-use std::io::{Read, Write};
+use std::io::{IoSliceMut, Read, Write};
+use std::mem::MaybeUninit;
 use std::os::unix::fs::{PermissionsExt, chown};
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::thread;
+use std::time::Duration;
 
-use anyhow::{Context, Result};
-use rustix::net::sockopt::socket_peercred;
+use anyhow::{Context, Result, ensure};
+use rustix::cmsg_space;
+use rustix::net::sockopt::{set_socket_passcred, socket_peercred};
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 use tempfile::TempDir;
 
 use super::Case;
@@ -28,7 +32,7 @@ pub(super) const CASES: &[Case] = &[
     Case::both("a_service_that_restarts_is_found_again", restart),
     Case::both("containers_of_a_pod_find_a_service_until_the_last_ends", pod),
     Case::bulkhead("services_are_not_reached_through_directories_if_the_configuration_says_so", turned_off),
-    Case::bulkhead("a_socket_of_datagrams_is_refused_by_name", datagrams),
+    Case::both("the_log_of_the_host_is_written_by_datagrams", datagrams),
 ];
 
 /// What clients are told of the socket in the container.
@@ -272,11 +276,76 @@ fn turned_off(host: &Host) -> Result<()> {
     Ok(())
 }
 
+/// Sends two messages as syslog(3) does, and one that is as long as a socket can send. Then sends without waiting until
+/// the queue is full.
+const LOGGING: &str = "
+import socket, syslog
+syslog.openlog('demo')
+syslog.syslog('first')
+syslog.syslog('second')
+log = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+log.connect('/dev/log')
+log.send(b'7' * 212960)
+try:
+    log.send(b'8' * 212961)
+except OSError as error:
+    print('longer=%s' % error.strerror)
+busy = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+busy.connect('/dev/log')
+busy.setblocking(False)
+try:
+    for number in range(10000):
+        busy.send(b'9' * 8192)
+except BlockingIOError:
+    print('full=yes')
+";
+
+/// Sends until nobody receives any more.
+const LOGGING_ON: &str = "
+import socket, time
+log = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+try:
+    log.connect('/dev/log')
+    for number in range(6000):
+        log.send(b'lost')
+        time.sleep(0.01)
+except ConnectionRefusedError:
+    print('ended=yes')
+";
+
 fn datagrams(host: &Host) -> Result<()> {
-    let directory = scratch()?;
+    let (directory, copy) = (scratch()?, root()?);
     let path = directory.path().join("log.sock");
-    let _socket = UnixDatagram::bind(&path)?;
-    let container = host.container().bind(&path, "/tmp/log.sock", "rbind:rw");
-    container.run(&["true"])?.fails_with("is a socket of datagrams")?.says_one_line()?;
+    let service = UnixDatagram::bind(&path)?;
+    service.set_read_timeout(Some(host.patience(Duration::from_secs(20))))?;
+    set_socket_passcred(&service, true)?;
+    fs::set_permissions(&path, Permissions::from_mode(0o620))?;
+    chown(&path, Some(1234), Some(5678))?;
+    let task =
+        copy.as_root_of(host.container()).bind(&path, "/dev/log", "rbind:ro").detach(&["sleep", "1000"])?;
+    let finished = python(&task, "1234:77", LOGGING)?;
+    finished.succeeds()?.says("longer", "Message too long")?.says("full", "yes")?;
+    for text in ["demo: first", "demo: second", &"7".repeat(212_960), &"9".repeat(8192)] {
+        let (came, uid, gid) = receive(&service)?;
+        let is_same = came.ends_with(text) && (uid, gid) == (1234, 77);
+        ensure!(is_same, "{} bytes of {uid}:{gid} came instead of {} bytes", came.len(), text.len());
+    }
+    drop(service);
+    python(&task, "0:0", LOGGING_ON)?.succeeds()?.says("ended", "yes")?;
     Ok(())
+}
+
+/// A datagram, and the user and the group of its sender.
+fn receive(service: &UnixDatagram) -> Result<(String, u32, u32)> {
+    let mut bytes = vec![0; 300_000];
+    let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmCredentials(1))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let parts = &mut [IoSliceMut::new(&mut bytes)];
+    let received = recvmsg(service, parts, &mut control, RecvFlags::empty())?;
+    let who = control.drain().find_map(|message| match message {
+        RecvAncillaryMessage::ScmCredentials(who) => Some((who.uid.as_raw(), who.gid.as_raw())),
+        _ => None,
+    });
+    let (uid, gid) = who.context("a datagram has no sender")?;
+    Ok((String::from_utf8(bytes[..received.bytes].into())?, uid, gid))
 }

@@ -25,8 +25,8 @@ const BLOCK_RATES: &str = "the limit is that of the VMM's cgroup on the host, wh
                            versions of docker's client do not pass it on (docs/resources.md)";
 const PROCESSORS: &str =
     "the quota, in periods, is also the number of processors that the container sees, rounded up";
-const MOUNTS: &str = "`shared` and `rshared`, a socket of datagrams, the node of a character device that the guest's \
-                      kernel lacks, and a directory of the host's /dev are refused; /dev itself is the guest's";
+const MOUNTS: &str = "`shared` and `rshared`, the node of a character device that the guest's kernel lacks, and a \
+                      directory of the host's /dev are refused; /dev itself is the guest's";
 
 pub(crate) const FLAGS: &[Row] = &[
     honoured("--add-host", "docker/a_resolv_conf_of_the_users_own_is_used"),

@@ -60,8 +60,7 @@ pub(super) const FIELDS: &[Row] = &[
         "pod_memory/a_volume_in_memory_is_charged_to_the_container_that_fills_it",
         "instead of a tmpfs that kubelet has made for an `emptyDir` volume, of a volume that kubelet keeps up to date \
          (ConfigMap), of a socket, of the node of a block device, or of the host's /dev, the guest has one of its own; \
-         a socket of datagrams, the node of a character device that the guest's kernel lacks, and a directory of the \
-         host's /dev are refused",
+         the node of a character device that the guest's kernel lacks, and a directory of the host's /dev are refused",
     ),
     different(
         "mounts[].options",

@@ -1,6 +1,6 @@
 //! A container that mounts the socket of a service of the host.
 
-use std::{ops::RangeFrom, os::unix::net::UnixDatagram};
+use std::ops::RangeFrom;
 
 use tokio::net::UnixStream;
 
@@ -171,19 +171,76 @@ async fn a_connection_ends_with_its_container() {
     story.delete_running().await;
 }
 
+/// Sends a message to the log until nobody receives it any more, or at most as often as it says. Ends with 97 if nobody
+/// has ever received it.
+const LOG: &str = r#"
+    use IO::Socket::UNIX;
+    use Socket;
+    my $log = IO::Socket::UNIX->new(Type => SOCK_DGRAM, Peer => $ARGV[0]) or exit 98;
+    for my $number (1..$ARGV[1]) {
+        $log->send("message $number") or exit($number == 1 ? 97 : 99);
+        select undef, undef, undef, 0.01 if $ARGV[1] > 10;
+    }
+"#;
+
+impl Story {
+    /// How the sending of so many messages ended.
+    async fn log(&self, id: &str, socket: &str, messages: &str) -> u32 {
+        self.own().execs.add(exec(id, &["perl", "-e", LOG, socket, messages])).unwrap();
+        self.own().execs.start(id).await.unwrap();
+        self.answer(id).await
+    }
+}
+
+async fn hear(log: &tokio::net::UnixDatagram) -> String {
+    let mut bytes = vec![0; 100];
+    let length = timeout(WAIT, log.recv(&mut bytes)).await.unwrap().unwrap();
+    String::from_utf8(bytes[..length].into()).unwrap()
+}
+
 #[tokio::test]
-async fn what_sends_datagrams_is_refused_by_name() {
+async fn messages_reach_the_log_until_it_ends() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("log");
-    let _socket = UnixDatagram::bind(&path).unwrap();
+    let log = tokio::net::UnixDatagram::bind(&path).unwrap();
+    let story = Story::with_socket(&path).await;
+    for id in ["1", "2"] {
+        assert_eq!(story.log(id, "/srv/service", "3").await, 0);
+        for number in 1..=3 {
+            assert_eq!(hear(&log).await, format!("message {number}"));
+        }
+    }
+    drop(log);
+    // The shim hears of it by the first message, and then the guest does.
+    assert_eq!(story.log("3", "/srv/service", "2000").await, 99);
+    assert_eq!(story.log("4", "/srv/service", "1").await, 98);
+    story.delete_running().await;
+}
+
+#[tokio::test]
+async fn the_log_in_a_directory_is_found_again_after_it_was_started_again() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::create_dir(dir.path().join("guest")).unwrap();
+    let path = dir.path().join("service");
+    let log = tokio::net::UnixDatagram::bind(&path).unwrap();
     let story = Story::begin(&["sleep", "1000"]).await;
-    story.mount_socket(&path);
-    let error = story.pod.create(CreateRequest::Task(story.request())).await.unwrap_err();
-    let expected = format!(
-        "mounts[4].source: {} is a socket of datagrams, which is not implemented: only sockets of streams reach the \
-         host from a VM",
-        path.display()
-    );
-    assert_eq!(chain(&error), expected);
-    story.end(&[]).await;
+    story.mount(dir.path(), "/srv");
+    story.create_and_start().await;
+    assert_eq!(story.log("1", IN_DIRECTORY, "1").await, 0);
+    assert_eq!(hear(&log).await, "message 1");
+
+    drop(log);
+    fs::remove_file(&path).unwrap();
+    let log = tokio::net::UnixDatagram::bind(&path).unwrap();
+    let heard = async {
+        for id in 10.. {
+            story.log(&id.to_string(), IN_DIRECTORY, "1").await;
+            if let Ok(heard) = timeout(Duration::from_millis(100), log.recv(&mut [0; 100])).await {
+                return heard.unwrap();
+            }
+        }
+        0
+    };
+    assert_eq!(timeout(WAIT, heard).await.unwrap(), "message 1".len());
+    story.delete_running().await;
 }

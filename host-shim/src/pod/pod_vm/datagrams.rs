@@ -1,0 +1,253 @@
+//! Passes datagrams of containers on to a service of the host, such as those to /dev/log. The service is told the user
+//! and the group of the sender (SCM_CREDENTIALS of unix(7)), and the pid of the VMM, which is in the pod's cgroup. A
+//! service that receives nothing makes the senders wait, as on the host. There is no way back: the service gets no
+//! address to which it could send.
+
+use std::{
+    collections::HashMap,
+    convert::Infallible,
+    io::{self, ErrorKind, IoSlice},
+    os::fd::AsRawFd,
+    sync::Arc,
+};
+
+use bulkhead_agent_api::datagrams::Head;
+use nix::{
+    libc::ucred,
+    sys::socket::{ControlMessage, MsgFlags, UnixAddr, UnixCredentials, sendmsg},
+};
+use tokio::{
+    io::{AsyncRead, AsyncReadExt, Interest},
+    net::UnixDatagram,
+};
+
+use super::host_sockets::{Clients, Connections};
+use crate::host::host_socket::HostSocket;
+
+/// Users who have a socket to send by, of one service. With one more, all are closed.
+const MOST_SENDERS: usize = 16;
+
+/// Who sends: a user, a group, and the AppArmor profile.
+type Sender = (u32, u32, Option<String>);
+
+/// Sends datagrams to one service.
+pub(super) struct Senders<'a> {
+    socket: &'a Arc<HostSocket>,
+    clients: &'a Clients,
+    connections: &'a Connections,
+    /// What the service is told.
+    pid: u32,
+    connected: HashMap<Sender, UnixDatagram>,
+}
+
+impl<'a> Senders<'a> {
+    pub(super) fn new(
+        socket: &'a Arc<HostSocket>,
+        clients: &'a Clients,
+        connections: &'a Connections,
+        pid: u32,
+    ) -> Self {
+        Self { socket, clients, connections, pid, connected: HashMap::new() }
+    }
+
+    /// Passes on what comes, until the stream ends (`UnexpectedEof`) or the service does (`ConnectionRefused`). Other
+    /// errors are those of single datagrams, which are dropped and given to `log`.
+    pub(super) async fn pass_all(
+        mut self,
+        mut stream: impl AsyncRead + Unpin,
+        log: impl Fn(&io::Error),
+    ) -> io::Result<Infallible> {
+        loop {
+            let head = Head::read(&mut stream).await?;
+            let _room = self.connections.room(head.length).await?;
+            let mut bytes = vec![0; head.length];
+            stream.read_exact(&mut bytes).await?;
+            match self.pass(head, &bytes).await {
+                Err(error) if error.kind() == ErrorKind::ConnectionRefused => return Err(error),
+                Err(error) => log(&error),
+                Ok(()) => {}
+            }
+        }
+    }
+
+    /// Sends one when the service has room for it.
+    async fn pass(&mut self, Head { uid, gid, .. }: Head, bytes: &[u8]) -> io::Result<()> {
+        // Each time: another container may mount the directory now.
+        let confinement = self.clients.confinement(uid, gid)?;
+        confinement.check(uid, gid)?;
+        let sender = (uid, gid, confinement.profile.clone());
+        if !self.connected.contains_key(&sender) {
+            self.connections.pace().await;
+            let connected = self.socket.sender(uid, gid, &confinement).await?;
+            if self.connected.len() >= MOST_SENDERS {
+                self.connected.clear();
+            }
+            self.connected.insert(sender.clone(), connected);
+        }
+        let Some(connected) = self.connected.get(&sender) else {
+            return Err(ErrorKind::NotConnected.into());
+        };
+        let credentials = UnixCredentials::from(ucred { pid: self.pid.cast_signed(), uid, gid });
+        let (parts, control) = ([IoSlice::new(bytes)], [ControlMessage::ScmCredentials(&credentials)]);
+        let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
+        let send = || Ok(sendmsg::<UnixAddr>(connected.as_raw_fd(), &parts, &control, flags, None)?);
+        connected.async_io(Interest::WRITABLE, send).await.map(drop)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        fs::{self, Permissions},
+        io::IoSliceMut,
+        os::unix::fs::{PermissionsExt, chown},
+        path::Path,
+        sync::Mutex,
+        time::Duration,
+    };
+
+    use bulkhead_agent_api::datagrams::MAX_DATAGRAM;
+    use nix::sys::socket::{ControlMessageOwned, recvmsg, setsockopt, sockopt::PassCred};
+    use tokio::{
+        io::{AsyncWriteExt, DuplexStream, duplex},
+        task::JoinHandle,
+        time::timeout,
+    };
+
+    use super::*;
+    use crate::{
+        host::{
+            host_socket::{Confinement, Source, look},
+            no_symlinks,
+        },
+        types::{id_mappings::IdMappings, lock::lock},
+    };
+
+    const WAIT: Duration = Duration::from_secs(20);
+
+    /// What passes datagrams on to the service at a path, the guest's end of its stream, and what was dropped.
+    struct Passing {
+        guest: DuplexStream,
+        ends: JoinHandle<io::Error>,
+        dropped: Arc<Mutex<Vec<ErrorKind>>>,
+    }
+
+    impl Passing {
+        fn to(path: &Path, confinement: Confinement) -> Self {
+            let Source::Socket(socket) = look(0, path, no_symlinks::open(path).unwrap()).unwrap() else {
+                panic!("no socket")
+            };
+            let clients = Clients::Container { id: "demo".into(), confinement: Arc::new(confinement) };
+            let (guest, stream) = duplex(64);
+            let dropped = Arc::<Mutex<Vec<ErrorKind>>>::default();
+            let log = Arc::clone(&dropped);
+            let ends = tokio::spawn(async move {
+                let (socket, connections) = (Arc::new(socket), Connections::default());
+                let senders = Senders::new(&socket, &clients, &connections, std::process::id());
+                let ended = senders.pass_all(stream, |error| lock(&log).push(error.kind())).await;
+                match ended {
+                    Err(error) => error,
+                }
+            });
+            Self { guest, ends, dropped }
+        }
+
+        async fn send(&mut self, from: (u32, u32), bytes: &[u8]) {
+            timeout(WAIT, Head::write(&mut self.guest, from, bytes)).await.unwrap().unwrap();
+        }
+
+        async fn end(self) -> ErrorKind {
+            timeout(WAIT, self.ends).await.unwrap().unwrap().kind()
+        }
+    }
+
+    /// Receives one, with what the service is told of its sender.
+    async fn receive(service: &UnixDatagram) -> (Vec<u8>, (u32, u32, u32)) {
+        let receive = || {
+            let mut bytes = vec![0; MAX_DATAGRAM];
+            let mut space = nix::cmsg_space!(UnixCredentials);
+            let mut parts = [IoSliceMut::new(&mut bytes)];
+            let flags = MsgFlags::MSG_DONTWAIT;
+            let received = recvmsg::<UnixAddr>(service.as_raw_fd(), &mut parts, Some(&mut space), flags)?;
+            let Some(ControlMessageOwned::ScmCredentials(who)) = received.cmsgs()?.next() else {
+                panic!("nobody has sent it")
+            };
+            let length = received.bytes;
+            bytes.truncate(length);
+            Ok((bytes, (who.pid().cast_unsigned(), who.uid(), who.gid())))
+        };
+        timeout(WAIT, service.async_io(Interest::READABLE, receive)).await.unwrap().unwrap()
+    }
+
+    fn service(path: &Path) -> UnixDatagram {
+        let service = UnixDatagram::bind(path).unwrap();
+        setsockopt(&service, PassCred, &true).unwrap();
+        service
+    }
+
+    #[tokio::test]
+    async fn the_service_is_told_who_sends_and_a_refused_sender_costs_nobody_else() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("log");
+        let service = service(&path);
+        chown(&path, Some(1234), Some(5678)).unwrap();
+        let ids = IdMappings::take(0, &mut vec!["uidmap=0:0:5000".into(), "gidmap=0:0:9000".into()]).unwrap();
+        let mut passing = Passing::to(&path, Confinement { profile: None, ids });
+        passing.send((1234, 77), b"first").await;
+        // The first may not write to the socket, and nobody of the container can be the second.
+        passing.send((99, 99), b"lost").await;
+        passing.send((5001, 77), b"lost").await;
+        passing.send((0, 0), b"").await;
+        let longest = vec![7; MAX_DATAGRAM];
+        passing.send((1234, 78), &longest).await;
+        let pid = std::process::id();
+        assert_eq!(receive(&service).await, (b"first".to_vec(), (pid, 1234, 77)));
+        assert_eq!(receive(&service).await, (Vec::new(), (pid, 0, 0)));
+        assert!(receive(&service).await == (longest, (pid, 1234, 78)));
+        assert_eq!(*lock(&passing.dropped), [ErrorKind::PermissionDenied; 2]);
+        drop(service);
+        passing.send((1234, 77), b"late").await;
+        assert_eq!(passing.end().await, ErrorKind::ConnectionRefused);
+    }
+
+    #[tokio::test]
+    async fn a_service_that_receives_nothing_makes_the_guest_wait_and_loses_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("log");
+        let service = service(&path);
+        fs::set_permissions(&path, Permissions::from_mode(0o666)).unwrap();
+        let mut passing = Passing::to(&path, Confinement::default());
+        let mut sent = 0_u32;
+        // More users than have a socket at one time.
+        while let Ok(written) = timeout(
+            Duration::from_millis(300),
+            Head::write(&mut passing.guest, (sent % 40, 0), &sent.to_be_bytes()),
+        )
+        .await
+        {
+            written.unwrap();
+            sent += 1;
+            assert!(sent < 10_000, "the queue of the service has no limit");
+        }
+        for number in 0..sent {
+            let (bytes, (_, uid, _)) = receive(&service).await;
+            assert_eq!((bytes, uid), (number.to_be_bytes().to_vec(), number % 40));
+        }
+        assert!(lock(&passing.dropped).is_empty());
+    }
+
+    #[tokio::test]
+    async fn a_guest_that_breaks_the_rules_sends_nothing_more() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("log");
+        let _service = service(&path);
+        let mut passing = Passing::to(&path, Confinement::default());
+        passing.guest.write_all(&[[0; 4], [0; 4], [0xff; 4]].concat()).await.unwrap();
+        assert_eq!(passing.end().await, ErrorKind::InvalidData);
+        let mut passing = Passing::to(&path, Confinement::default());
+        passing.guest.write_all(&[[0; 4], [0; 4], [0, 0, 0, 9]].concat()).await.unwrap();
+        passing.guest.write_all(b"short").await.unwrap();
+        passing.guest.shutdown().await.unwrap();
+        assert_eq!(passing.end().await, ErrorKind::UnexpectedEof);
+    }
+}
