@@ -44,6 +44,7 @@ mod pause;
 mod permissions;
 mod pod;
 mod pod_ipv6;
+mod pod_sizes;
 pub(crate) mod programs;
 mod protocol;
 mod run;
@@ -91,6 +92,7 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::new("pod_disks", pod::disks::CASES),
     Group::brief("pod_network", pod::network::CASES),
     Group::new("pod_ipv6", pod_ipv6::CASES),
+    Group::new("pod_sizes", pod_sizes::CASES),
     Group::brief("pod_streams", pod::streams::CASES),
     Group::new("pods_at_once", pod::at_once::CASES),
     Group::new("many_pods", many_pods::CASES),
