@@ -213,7 +213,8 @@ fn connect_as(
     let client = socket(AddressFamily::Unix, kind, flags, None)?;
     match connect(client.as_raw_fd(), &address) {
         Err(Errno::EPROTOTYPE) => {
-            let reason = "it is a socket of packets (SOCK_SEQPACKET), which cannot be forwarded";
+            let reason =
+                "it is no socket of streams or datagrams, and others (SOCK_SEQPACKET) cannot be forwarded";
             Err(io::Error::new(ErrorKind::Unsupported, reason))
         }
         other => Ok(other.map(|()| client)?),
@@ -360,6 +361,20 @@ mod tests {
         // Nobody listens any more. A mount is possible with runc too.
         drop(UnixListener::bind(at("left")).unwrap());
         assert!(!found(&at("left")).datagrams);
+    }
+
+    #[tokio::test]
+    async fn a_service_of_packets_is_refused_by_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("service");
+        let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+        let listener = socket(AddressFamily::Unix, SockType::SeqPacket, flags, None).unwrap();
+        nix::sys::socket::bind(listener.as_raw_fd(), &UnixAddr::new(&path).unwrap()).unwrap();
+        nix::sys::socket::listen(&listener, nix::sys::socket::Backlog::new(1).unwrap()).unwrap();
+        let error = found(&path).connect(0, 0, &Confinement::default()).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Unsupported);
+        assert!(error.to_string().contains("(SOCK_SEQPACKET) cannot be forwarded"), "{error}");
+        assert_eq!(nix::sys::socket::accept(listener.as_raw_fd()), Err(Errno::EAGAIN));
     }
 
     #[tokio::test]
