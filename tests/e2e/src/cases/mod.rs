@@ -93,7 +93,6 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::new("pod_volumes", pod::volumes::CASES),
     Group::new("pod_disks", pod::disks::CASES),
     Group::brief("pod_network", pod::network::CASES),
-    Group::new("pod_ipv6", pod_ipv6::CASES),
     Group::new("pod_sizes", pod_sizes::CASES),
     Group::brief("pod_streams", pod::streams::CASES),
     Group::new("pods_at_once", pod::at_once::CASES),
@@ -126,6 +125,7 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::new("run", run::CASES),
     // After all that use docker: the cases that stop the tests' containerd stop the tests' dockerd, too.
     Group::new("operator", operator_exec::CASES),
+    Group::new("pod_ipv6", pod_ipv6::CASES),
     Group::new("upgrade", upgrade::CASES),
     Group::new("hangs", hangs::CASES),
     Group::new("faults", faults::CASES),
