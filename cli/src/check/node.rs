@@ -163,7 +163,7 @@ pub(super) fn shim(root: &Path) -> Finding {
             "install Bulkhead again; or copy the shim to a directory of containerd's PATH",
         );
     };
-    let version = version_of(first);
+    let version = version_of(first, "-v");
     match (version, &there[1..]) {
         (Err(found), _) => Finding::fail(check, found, ONE_VERSION),
         (Ok(()), [second, ..]) => Finding::warn(
@@ -178,9 +178,9 @@ pub(super) fn shim(root: &Path) -> Finding {
 /// What to do if a part is of another version, or damaged.
 const ONE_VERSION: &str = "install all parts of one version";
 
-/// Asks a program for its version. Returns what is wrong.
-fn version_of(program: &Path) -> Result<(), String> {
-    match command_output::output(&program.to_string_lossy(), &["-v"]) {
+/// Asks a program for its version, by the option that it has for that. Returns what is wrong.
+fn version_of(program: &Path, option: &str) -> Result<(), String> {
+    match command_output::output(&program.to_string_lossy(), &[option]) {
         Ok(text) if text.split_whitespace().any(|word| word == VERSION) => Ok(()),
         Ok(text) => Err(format!(
             "{} is `{}`, and this command is {VERSION}",
@@ -210,7 +210,7 @@ pub(super) fn configuration(file: &ConfigFile) -> (Finding, Option<Config>) {
         (false, true) => format!("there is no {}, so the defaults hold", path.display()),
         (false, false) => format!("there is no {}, only drop-ins", path.display()),
     };
-    let finding = match version_of(&config.vmm) {
+    let finding = match version_of(&config.vmm, "--version") {
         Ok(()) => Finding::ok("configuration", format!("{origin}; the parts are there, version {VERSION}")),
         Err(found) => Finding::fail("configuration", found, ONE_VERSION),
     };
@@ -284,7 +284,8 @@ mod tests {
             (Status::Fail, true)
         );
         let vmm_says = |text: &str| {
-            fs::write(&vmm, format!("#!/bin/sh\necho {text}\n")).unwrap();
+            let script = format!("#!/bin/sh\n[ \"$*\" = --version ] && echo {text}\n");
+            fs::write(&vmm, script).unwrap();
             fs::set_permissions(&vmm, fs::Permissions::from_mode(0o755)).unwrap();
         };
         vmm_says(&format!("bulkhead-vmm {VERSION}"));

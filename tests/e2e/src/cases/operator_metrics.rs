@@ -209,6 +209,8 @@ fn unit(host: &Host) -> Result<()> {
     // A VMM that hangs does not keep the server from answering, and it is up again when it goes on.
     let up = || -> Result<_> { Ok(of_pod(&http("GET /metrics")?, "bulkhead_pod_up", task.id(), None)) };
     let frozen = Frozen::vm_of(&task)?;
+    // An answer is given again for a second.
+    wait_until("the pod is not up", LIMIT, || Ok(up()? == Some(0.0)))?;
     for _ in 0..3 {
         let value = up()?;
         ensure!(value == Some(0.0), "expected  it is not up\ncame      {value:?}");
