@@ -1,21 +1,29 @@
 //! The threads that serve all devices of a kind, whose devices have several queues. Thread N serves queue N of each
 //! device, or its pair N of queues. So a queue that is slow delays no other queue of its device.
 
-use std::{io, sync::Arc, time::Duration};
+use std::{
+    io,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 pub(super) use super::shared_thread::Waker;
 use super::{
     device_threads::STOP_TIMEOUT,
-    shared_thread::{ActiveDevice, Deadline, SharedThread},
+    shared_thread::{ActiveDevice, SharedThread},
 };
 use crate::jail::ThreadError;
 
 /// The threads. Clones are the same.
-pub struct QueueThreads<D>(Arc<[SharedThread<D>]>);
+pub struct QueueThreads<D> {
+    threads: Arc<[SharedThread<D>]>,
+    /// How long a change of what they serve may take.
+    timeout: Duration,
+}
 
 impl<D> Clone for QueueThreads<D> {
     fn clone(&self) -> Self {
-        Self(self.0.clone())
+        Self { threads: self.threads.clone(), timeout: self.timeout }
     }
 }
 
@@ -27,23 +35,23 @@ impl<D: ActiveDevice> QueueThreads<D> {
     }
 
     fn start_with(count: usize, timeout: Duration) -> Result<Self, ThreadError> {
-        let threads = (0..count.max(1)).map(|_| SharedThread::start(timeout));
-        Ok(Self(threads.collect::<Result<Vec<_>, _>>()?.into()))
+        let threads = (0..count.max(1)).map(|_| SharedThread::start());
+        Ok(Self { threads: threads.collect::<Result<Vec<_>, _>>()?.into(), timeout })
     }
 
     /// How many there are, which is the most queues, or pairs of queues, that a device can have.
     pub fn count(&self) -> usize {
-        self.0.len()
+        self.threads.len()
     }
 
     /// Those of all threads but the first.
     pub(super) fn wakers(&self) -> Vec<Waker> {
-        self.0.iter().skip(1).map(SharedThread::waker).collect()
+        self.threads.iter().skip(1).map(SharedThread::waker).collect()
     }
 
     /// The id of a new device, which is its own in each thread.
     pub(super) fn register(&self) -> u32 {
-        self.0.first().map_or(0, SharedThread::register)
+        self.threads.first().map_or(0, SharedThread::register)
     }
 
     /// Serves a device from now on, in the place of what was active with this id. `parts` are its queues by the numbers
@@ -52,7 +60,7 @@ impl<D: ActiveDevice> QueueThreads<D> {
         let mut parts = parts.into_iter();
         let activated = self.change(id, || parts.next().flatten());
         if activated.is_err() {
-            self.0.iter().for_each(|thread| {
+            self.threads.iter().for_each(|thread| {
                 thread.begin(id, None);
             });
         }
@@ -67,8 +75,8 @@ impl<D: ActiveDevice> QueueThreads<D> {
 
     /// Tells all threads first, and then waits for them together.
     fn change(&self, id: u32, mut part: impl FnMut() -> Option<D>) -> io::Result<()> {
-        let deadline = Deadline::after(self.0.first().map_or(STOP_TIMEOUT, SharedThread::timeout));
-        let begun: Vec<_> = self.0.iter().map(|thread| (thread, thread.begin(id, part()))).collect();
+        let deadline = Instant::now() + self.timeout;
+        let begun: Vec<_> = self.threads.iter().map(|thread| (thread, thread.begin(id, part()))).collect();
         let waited = begun.into_iter().map(|(thread, change)| thread.wait(change, deadline));
         // All are waited for, also after an error.
         let waited: Vec<io::Result<()>> = waited.collect();

@@ -8,7 +8,7 @@ use std::{
     error::Error,
     io, mem,
     sync::{Arc, Condvar, Mutex, PoisonError},
-    time::{Duration, Instant},
+    time::Instant,
 };
 
 use vmm_sys_util::{
@@ -75,7 +75,6 @@ pub(super) struct SharedThread<D> {
     /// Dropped first: waits for the thread, which [`SharedThread::drop`] has told to end.
     _threads: Mutex<DeviceThreads>,
     shared: Arc<Shared<D>>,
-    timeout: Duration,
 }
 
 /// What the thread and those who tell it something have together.
@@ -106,9 +105,8 @@ struct Active<D> {
 }
 
 impl<D: ActiveDevice> SharedThread<D> {
-    /// Starts the thread, which waits for the first device in the jail of its role. A change of what it serves may take
-    /// as long as `timeout`.
-    pub(super) fn start(timeout: Duration) -> Result<Self, ThreadError> {
+    /// Starts the thread, which waits for the first device in the jail of its role.
+    pub(super) fn start() -> Result<Self, ThreadError> {
         let failed = |source| ThreadError::Start { name: D::ROLE.name().to_owned(), source };
         let changed = EventFd::new(EFD_NONBLOCK | libc::EFD_CLOEXEC).map_err(failed)?;
         let changes =
@@ -121,7 +119,7 @@ impl<D: ActiveDevice> SharedThread<D> {
         let mut threads = DeviceThreads::spawn(D::ROLE, 1)?;
         let of_thread = shared.clone();
         threads.start(vec![Box::new(move |_| of_thread.serve())]).map_err(failed)?;
-        Ok(Self { _threads: Mutex::new(threads), shared, timeout })
+        Ok(Self { _threads: Mutex::new(threads), shared })
     }
 
     /// The id of a new device.
@@ -141,12 +139,13 @@ impl<D: ActiveDevice> SharedThread<D> {
         Some(shared.add(id, device))
     }
 
-    /// Waits until the thread has applied a change. `TimedOut` means that the thread is stuck in a request, perhaps of
-    /// this device. It applies the change when it goes on.
-    pub(super) fn wait(&self, change: Option<u64>, deadline: Deadline) -> io::Result<()> {
+    /// Waits until the thread has applied a change, at most until the deadline. `TimedOut` means that the thread is
+    /// stuck in a request, perhaps of this device. It applies the change when it goes on.
+    pub(super) fn wait(&self, change: Option<u64>, deadline: Instant) -> io::Result<()> {
         let (Some(number), shared) = (change, &self.shared) else { return Ok(()) };
         let is_waiting = |changes: &mut Changes<D>| changes.done < number && !changes.is_ended;
-        let waited = shared.applied.wait_timeout_while(lock(&shared.changes), deadline.left(), is_waiting);
+        let left = deadline.saturating_duration_since(Instant::now());
+        let waited = shared.applied.wait_timeout_while(lock(&shared.changes), left, is_waiting);
         let (changes, _) = waited.unwrap_or_else(PoisonError::into_inner);
         match changes.done {
             done if done >= number => Ok(()),
@@ -159,11 +158,6 @@ impl<D: ActiveDevice> SharedThread<D> {
     pub(super) fn waker(&self) -> Waker {
         Waker(self.shared.changed.clone())
     }
-
-    /// How long a change may take.
-    pub(super) fn timeout(&self) -> Duration {
-        self.timeout
-    }
 }
 
 /// Has a thread begin to serve its devices anew, and so look at all of their queues and files.
@@ -174,20 +168,6 @@ impl Waker {
     pub(super) fn wake(&self) {
         // Fails only if the counter is full, and then the event is signalled already.
         let _ = self.0.write(1);
-    }
-}
-
-/// When nobody waits any longer.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Deadline(Instant);
-
-impl Deadline {
-    pub(super) fn after(timeout: Duration) -> Self {
-        Self(Instant::now() + timeout)
-    }
-
-    fn left(self) -> Duration {
-        self.0.saturating_duration_since(Instant::now())
     }
 }
 
