@@ -4,6 +4,7 @@ use std::{
     io,
     os::unix::net::UnixStream,
     path::{Path, PathBuf},
+    time::Duration,
 };
 
 use bulkhead_host_shim::operator::{Config, VERSION, chain, one_line};
@@ -19,6 +20,9 @@ use crate::{
 /// Where containerd, as systemd starts it, looks for shims.
 const SHIM_DIRECTORIES: [&str; 6] = ["usr/local/sbin", "usr/local/bin", "usr/sbin", "usr/bin", "sbin", "bin"];
 const SHIM: &str = "containerd-shim-bulkhead-v2";
+
+/// How long containerd may take to accept a connection.
+const ANSWER: Duration = Duration::from_secs(5);
 
 /// The oldest containerd.
 const OLDEST: (u32, u32) = (1, 6);
@@ -85,35 +89,36 @@ pub(super) fn pasta(pasta: io::Result<Pasta>) -> Finding {
 
 /// Whether containerd runs, with the configuration that the files have now.
 pub(super) fn socket(root: &Path, containerd: &Containerd) -> Finding {
-    let (check, socket) = ("containerd's socket", containerd.socket());
+    let (check, socket, units) =
+        ("containerd's socket", containerd.socket(), containerd.units().join(" or "));
     let path = root.join(socket.trim_start_matches('/'));
-    let start = |found: String| {
-        let units = containerd.units().join(" or ");
+    let does_not_run = |found: String| {
         let remedy = format!("run `systemctl start` for {units}, unless containerd has another socket");
         Finding::warn(check, found, remedy)
     };
-    // A containerd that was killed leaves its socket.
-    if let Err(error) = UnixStream::connect(&path) {
-        return match error.kind() {
-            io::ErrorKind::NotFound => start(format!("there is no {socket}")),
-            io::ErrorKind::PermissionDenied => Finding::ok(check, socket),
-            _ => start(format!("nobody answers at {socket}: {}", chain(&error))),
-        };
+    // A containerd that was killed leaves its socket, and one that hangs may accept nobody.
+    let asked = path.clone();
+    match command_output::within(ANSWER, move || UnixStream::connect(asked).map(drop)) {
+        Ok(Some(Ok(()))) => {}
+        Ok(None) => return does_not_run(format!("nobody has answered at {socket} within {ANSWER:?}")),
+        Ok(Some(Err(error))) | Err(error) => {
+            return match error.kind() {
+                io::ErrorKind::NotFound => does_not_run(format!("there is no {socket}")),
+                io::ErrorKind::PermissionDenied => Finding::ok(check, socket),
+                _ => does_not_run(format!("nobody answers at {socket}: {}", chain(&error))),
+            };
+        }
     }
     // containerd makes its socket when it starts.
     let modified = |path: &Path| path.metadata().and_then(|data| data.modified()).ok();
-    let files = containerd.files(root);
-    let newer = files.iter().find(|file| modified(file) > modified(&path));
-    match newer {
+    let started = modified(&path);
+    match containerd.files(root).iter().find(|file| modified(file) > started) {
         None => Finding::ok(check, socket),
-        Some(file) => {
-            let units = containerd.units().join(" or ");
-            Finding::warn(
-                check,
-                format!("{} was written after containerd had started, which has not read it", file.display()),
-                format!("run `systemctl restart` for {units}; running containers go on"),
-            )
-        }
+        Some(file) => Finding::warn(
+            check,
+            format!("{} was written after containerd had started, which has not read it", file.display()),
+            format!("run `systemctl restart` for {units}; running containers go on"),
+        ),
     }
 }
 
@@ -225,7 +230,6 @@ mod tests {
             fs::{PermissionsExt, symlink},
             net::UnixListener,
         },
-        time::Duration,
     };
 
     use super::*;

@@ -13,7 +13,7 @@ use std::{
     time::Duration,
 };
 
-use bulkhead_host_shim::operator::{STATE_ROOT, forget_failures, one_line, remove_all_templates};
+use bulkhead_host_shim::operator::{STATE_ROOT, chain, forget_failures, one_line, remove_all_templates};
 use clap::Args;
 
 use crate::{
@@ -377,38 +377,35 @@ pub(crate) fn uninstall(out: &mut impl Write, options: &Options) -> Result<(), C
     let containerd = options.containerd();
     options.check_root(&containerd)?;
     // What cannot be removed keeps nothing else: the programs may be gone next. The first error is the result.
-    let mut first = Ok(());
-    let is_changed = {
-        let mut steps = Steps { out, first: &mut first };
-        let mut is_changed = false;
-        for path in options.with_block(&containerd) {
-            is_changed |= steps.take(|out| remove_block(out, &path));
-        }
-        is_changed |= steps.take(|out| remove_drop_in(out, &options.drop_in(&containerd).0));
-        for (name, text) in OWN_FILES {
-            steps.take(|out| remove_own(out, &options.at(name), text));
-        }
-        if recorded(options.root()).as_ref() == Some(&containerd.config) {
-            let path = options.at(RECORD);
-            steps.take(|out| {
-                remove(&path)?;
-                say(out, &format!("removed {}", path.display()))
-            });
-        }
-        // Fails if the operator has files of his own there.
-        let own = options.at(OWN_DIRECTORY);
-        if fs::remove_dir(&own).is_ok() {
-            steps.take(|out| say(out, &format!("removed {}", own.display())));
-        }
-        steps.take(|out| metrics::end(out, options.root.as_deref()));
-        if options.root.is_none() {
-            steps.take(remove_state);
-        }
-        is_changed
-    };
-    finish(out, options, &containerd, is_changed).and(first)?;
+    let mut steps = Steps { out, first: Ok(()) };
+    let mut is_changed = false;
+    for path in options.with_block(&containerd) {
+        is_changed |= steps.take(|out| remove_block(out, &path));
+    }
+    is_changed |= steps.take(|out| remove_drop_in(out, &options.drop_in(&containerd).0));
+    for (name, text) in OWN_FILES {
+        steps.take(|out| remove_own(out, &options.at(name), text));
+    }
+    if recorded(options.root()).as_ref() == Some(&containerd.config) {
+        let path = options.at(RECORD);
+        steps.take(|out| {
+            remove(&path)?;
+            say(out, &format!("removed {}", path.display()))
+        });
+    }
+    // Fails if the operator has files of his own there.
+    let own = options.at(OWN_DIRECTORY);
+    if fs::remove_dir(&own).is_ok() {
+        steps.take(|out| say(out, &format!("removed {}", own.display())));
+    }
+    steps.take(|out| metrics::end(out, options.root.as_deref()));
+    if options.root.is_none() {
+        steps.take(remove_state);
+    }
+    steps.take(|out| finish(out, options, &containerd, is_changed));
+    steps.first?;
     say(
-        out,
+        steps.out,
         "Running pods are not affected. Remove the package, or the files of the archive, when none is left.",
     )
 }
@@ -417,7 +414,7 @@ pub(crate) fn uninstall(out: &mut impl Write, options: &Options) -> Result<(), C
 struct Steps<'a, W> {
     out: &'a mut W,
     /// The first error. The others are printed.
-    first: &'a mut Result<(), CommandError>,
+    first: Result<(), CommandError>,
 }
 
 impl<W: Write> Steps<'_, W> {
@@ -425,10 +422,10 @@ impl<W: Write> Steps<'_, W> {
     fn take<T: Default>(&mut self, step: impl FnOnce(&mut W) -> Result<T, CommandError>) -> T {
         step(self.out).unwrap_or_else(|error| {
             if self.first.is_ok() {
-                *self.first = Err(error);
+                self.first = Err(error);
             } else {
-                // Whoever reads it may be gone, which the first error says.
-                let _ = say(self.out, &error.to_string());
+                // If that fails too, the first error is enough.
+                let _ = say(self.out, &chain(&error));
             }
             T::default()
         })
