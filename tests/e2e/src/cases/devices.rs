@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
+use std::path::Path;
 
 use anyhow::{Result, ensure};
 use serde_json::json;
@@ -122,15 +123,19 @@ const MIB: u64 = 16;
 const PLACE: u64 = 100;
 const OFFSET: u64 = PLACE * 512;
 
+/// Attaches the file to a loop device of the host. Returns the path of its node.
+pub(crate) fn attach(file: &Path) -> Result<String> {
+    let found = Cmd::new("losetup").args(["--find", "--show"]).args([file]).run()?;
+    Ok(found.succeeds()?.text().trim().to_owned())
+}
+
 impl Loop {
     pub(crate) fn new() -> Result<Self> {
         let directory = scratch()?;
         let file = File::create(directory.path().join("disk"))?;
         file.set_len(MIB << 20)?;
         file.write_all_at(HOSTS.as_bytes(), 0)?;
-        let found =
-            Cmd::new("losetup").args(["--find", "--show"]).args([directory.path().join("disk")]).run()?;
-        let path = found.succeeds()?.text().trim().to_owned();
+        let path = attach(&directory.path().join("disk"))?;
         Ok(Self { directory, path })
     }
 

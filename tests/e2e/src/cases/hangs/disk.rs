@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use tempfile::TempDir;
 
+use super::super::devices::attach;
 use super::super::jail::Vmm;
 use super::files::{Files, opcode};
 use crate::command::{Cmd, wait_until};
@@ -133,8 +134,7 @@ impl Disk {
             }))
         };
         let files = Files::mount(&place, SIZE, Box::new(handler))?;
-        let found = Cmd::new("losetup").args(["--find", "--show"]).args([place.join("0")]).run()?;
-        let path = found.succeeds()?.text().trim().to_owned();
+        let path = attach(&place.join("0"))?;
         Ok(Self { path, hangs, waiting, files: Some(files), _directory: directory })
     }
 

@@ -12,6 +12,7 @@ use anyhow::{Context, Result, ensure};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use tempfile::TempDir;
 
+use super::super::devices::attach;
 use crate::command::{Cmd, wait_until};
 use crate::ctr::Host;
 use crate::fixtures::{Root, scratch};
@@ -127,8 +128,7 @@ impl Volumes {
         for name in ["raw", "formatted"] {
             let file = self.directory.path().join(name);
             fs::copy(image.path(), &file)?;
-            let found = Cmd::new("losetup").args(["--find", "--show"]).args([&file]).run()?;
-            self.loops.push(found.succeeds()?.text().trim().to_owned());
+            self.loops.push(attach(&file)?);
         }
         let (path, device) = (self.at("disk"), self.loops.last().cloned().unwrap_or_default());
         fs::create_dir_all(&path)?;
