@@ -11,7 +11,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::host::{directory_lock::DirectoryLock, process_id::ProcessId, state_dir};
 
-/// The file, in the state directory of a pod.
+/// The file, in the state directory of a pod. It keeps the name that it had at first: while an upgrade is going on,
+/// shims of an older and of a newer version read the promises of each other.
 pub(crate) const PROMISE: &str = "growth.json";
 
 /// How long a promise counts. Containers that take memory as fast as they can touch some GiB within this time. Memory

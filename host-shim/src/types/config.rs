@@ -81,7 +81,8 @@ pub struct Config {
     /// MiB, at least 64. A container's memory limit makes the VM larger, never smaller.
     pub memory_mib: u32,
     /// The same for a clone that may have containers without a memory limit. It costs such a VM little, because a
-    /// template has the descriptions of the memory. None: 2 GiB, or a quarter of the host's memory if that is less.
+    /// template has the descriptions of the memory. None: 2 GiB, or a quarter of what the VM may grow to if that is
+    /// less. A value above what the VM may grow to is not used: the VM begins with `memory_mib`.
     pub unlimited_memory_mib: Option<u32>,
     /// The most that a VM grows to, for memory limits or on demand, MiB. None: the host's memory.
     pub max_memory_mib: Option<u32>,
