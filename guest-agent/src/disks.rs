@@ -303,7 +303,7 @@ impl Disks {
     }
 }
 
-/// Unmounts a file system whose disk is gone or not wanted, also if it is in use.
+/// Unmounts a file system whose disk is gone or not wanted, even if it is in use.
 fn detach(place: &Path) -> io::Result<()> {
     umount2(place, MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW)?;
     fs::remove_dir(place)

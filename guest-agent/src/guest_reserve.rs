@@ -38,8 +38,8 @@ pub use self::pool::{HugePagesError, Owner as HugePagesOwner};
 use self::pool::{Pool, available_memory};
 use crate::cgroup::containers::{self, Ceiling, Change};
 
-/// The guest allows one task for each so many bytes of memory. The kernel's own rule is 128 KiB, eight times the stack
-/// of a task (kernel/fork.c, set_max_threads). It protects machines that do not charge tasks to a cgroup. Tasks of a
+/// The guest allows one task for this many bytes of memory. The kernel's own rule is 128 KiB, eight times the stack of
+/// a task (kernel/fork.c, set_max_threads). It protects machines that do not charge tasks to a cgroup. Tasks of a
 /// container are charged, with their stacks. A task takes more than this, so that memory runs short before tasks do: a
 /// guest can get more memory then.
 const MEMORY_PER_TASK: u64 = 32 << 10;
@@ -81,7 +81,7 @@ const TCP_PART: u64 = 16;
 const UDP_PART: u64 = 8;
 const PAGE: u64 = 4096;
 
-/// The kernel describes added memory with one byte for so many: 64 for each page of 4096.
+/// One byte of descriptions for this many bytes of added memory: the kernel has 64 for each page of 4096.
 const DESCRIBED: u64 = 64;
 /// The highest process id, as on 64-bit hosts with systemd.
 const PID_MAX: u64 = 1 << 22;
@@ -90,7 +90,7 @@ const PID_MAX: u64 = 1 << 22;
 const AGENT_TASKS: u64 = 128;
 /// Tasks that the kernel adds for each processor that comes online later.
 const TASKS_PER_CPU: u64 = 8;
-/// A container of a pod leaves one part in so many to the others.
+/// A container of a pod leaves one of this many parts to the others.
 const PARTS: u64 = 8;
 
 /// The mark above which containers are slowed down is below the limit by the limit divided by this number. The
@@ -101,9 +101,9 @@ const MARGIN: u64 = 5;
 /// How long the kernel may take until added memory is online. A block of 128 MiB takes milliseconds, and some tens of
 /// them in the rig.
 const ONLINE: Duration = Duration::from_secs(30);
-/// For so long the agent looks further after that, and sets the limits when it is.
+/// How much longer the agent waits for late memory, to set the limits then.
 const ONLINE_LATE: Duration = Duration::from_mins(10);
-/// The pause between two looks whether it is.
+/// The pause between two checks whether the memory is online.
 const ONLINE_REST: Duration = Duration::from_millis(2);
 
 /// The mark of containers that may use `limit` bytes together.
@@ -191,7 +191,7 @@ struct Boot {
     available: u64,
     /// Tasks of the kernel and of the agent.
     tasks: u64,
-    /// Processors, also those that are not online.
+    /// Processors, including those that are not online.
     cpus: u64,
     /// What the kernel has computed for each file of [`IN_PROPORTION`].
     in_proportion: [u64; IN_PROPORTION.len()],
@@ -305,8 +305,8 @@ impl Reserve {
         boot.set(&mut memory)
     }
 
-    /// Takes so many bytes from what the containers may use: the agent holds them for the containers. Replaces what was
-    /// held before.
+    /// Takes this many bytes from what the containers may use: the agent holds them for the containers. Replaces what
+    /// was held before.
     pub fn hold(&self, bytes: u64) -> io::Result<()> {
         self.follow_memory(|memory| memory.written = bytes)
     }
@@ -382,14 +382,14 @@ impl Boot {
         }
     }
 
-    /// Memory that processes could use in a guest of so much memory.
+    /// Memory that processes could use in a guest of this much memory.
     fn available(self, memory: u64) -> u64 {
         let added = memory.saturating_sub(self.memory);
         let taken = self.memory.saturating_sub(memory);
         (self.available + added - added / DESCRIBED).saturating_sub(taken)
     }
 
-    /// What all containers may use together in a guest of so much memory.
+    /// What all containers may use together in a guest of this much memory.
     fn of_all(self, memory: u64) -> Ceiling {
         // The kernel needs more than at boot when it has much to do.
         let slack = (self.memory / 16).clamp(2 << 20, 16 << 20);
@@ -421,7 +421,7 @@ fn socket_memory(pressure: u64) -> String {
     format!("{low} {pressure} {}", 2 * low)
 }
 
-/// The connections that are tracked in a guest of so much memory.
+/// The connections that are tracked in a guest of this much memory.
 fn connections(memory: u64) -> u64 {
     (memory / MEMORY_PER_CONNECTION).clamp(LEAST_CONNECTIONS, MOST_CONNECTIONS)
 }
@@ -435,7 +435,7 @@ fn no_more_than_fits(name: &str, value: &str, memory: u64) -> String {
     }
 }
 
-/// What the kernel would have computed, if it had so much memory `now` at boot.
+/// What the kernel would have computed, if it had had as much memory at boot as it has `now`.
 fn in_proportion(at_boot: u64, now: u64, memory_at_boot: u64) -> u64 {
     let scaled = u128::from(at_boot) * u128::from(now) / u128::from(memory_at_boot.max(1));
     u64::try_from(scaled).unwrap_or(u64::MAX)

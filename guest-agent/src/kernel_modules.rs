@@ -48,12 +48,12 @@ const MEMORY: u64 = 32 << 20;
 
 /// How many of them run. The kernel waits for 50 at once (kernel/module/kmod.c, MAX_KMOD_CONCURRENT), but not for one
 /// whose request was given up.
-const MOST: u64 = 64;
+const MOST_PROGRAMS: u64 = 64;
 
 /// The time of this file is when a failure was logged last.
 const LOGGED: &str = "/run/module-failure";
 
-/// A failure is not logged for so long after another one.
+/// After a failure was logged, how long no other one is logged.
 const LOG_PAUSE: Duration = Duration::from_secs(10);
 
 /// From now on the kernel loads modules. A kernel without modules is left as it is.
@@ -65,7 +65,7 @@ pub fn enable() -> io::Result<()> {
     let cgroup = Path::new(cgroup::ROOT).join(CGROUP);
     fs::create_dir(&cgroup)?;
     fs::write(cgroup.join("memory.max"), MEMORY.to_string())?;
-    fs::write(cgroup.join("pids.max"), MOST.to_string())?;
+    fs::write(cgroup.join("pids.max"), MOST_PROGRAMS.to_string())?;
     fs::write(FILE, MODPROBE)
 }
 
@@ -100,7 +100,7 @@ fn enter(cgroup: &Path) -> io::Result<()> {
     fs::write(cgroup.join("cgroup.procs"), "0")?;
     let running = fs::read_to_string(cgroup.join("pids.current"))?;
     match running.trim_end().parse::<u64>() {
-        Ok(running) if running <= MOST => Ok(()),
+        Ok(running) if running <= MOST_PROGRAMS => Ok(()),
         Ok(running) => Err(io::Error::other(format!("{running} programs load modules"))),
         Err(error) => Err(io::Error::new(io::ErrorKind::InvalidData, error)),
     }

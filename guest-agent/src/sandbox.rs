@@ -126,8 +126,8 @@ pub struct Sandbox {
     environment: Environment,
     machine: Arc<dyn Machine>,
     state: Mutex<State>,
-    /// The bytes that volumes take whose files the agent has written. Locked by who writes some, in the order in which
-    /// the shim has asked.
+    /// The bytes that volumes take whose files the agent has written. Locked by whoever writes some, in the order in
+    /// which the shim has asked.
     written: Arc<tokio::sync::Mutex<HashMap<String, u64>>>,
     directory_sockets: DirectorySockets,
 }
@@ -338,8 +338,8 @@ impl Sandbox {
         volume.make().map_err(|source| SandboxError::Io { action: "making a volume in memory", source })
     }
 
-    /// Brings the files of a volume in memory to these. Containers have so much less memory: the agent's own is charged
-    /// to nobody.
+    /// Brings the files of a volume in memory to these. Containers have that much less memory: the agent's own is
+    /// charged to nobody.
     pub async fn write_volume(&self, name: String, entries: Vec<VolumeEntry>) -> Result<(), SandboxError> {
         drop(self.started()?);
         let mut written = Arc::clone(&self.written).lock_owned().await;
@@ -409,8 +409,8 @@ impl Sandbox {
         Ok(self.container(container_id)?.exec(&self.environment, request).await?)
     }
 
-    /// Deletes a container. One that is being created is deleted as soon as that is over. This is an error all the
-    /// same, because nobody would hear of it if that failed. What fails can be tried again.
+    /// Deletes a container. One that is still being created is deleted afterwards. The caller gets an error and tries
+    /// again, because nobody would learn if the later deletion failed.
     pub async fn delete(&self, id: &str) -> Result<(), SandboxError> {
         if let Some(Slot::Creating { is_wanted }) = self.started()?.containers.get_mut(id) {
             *is_wanted = false;

@@ -14,7 +14,7 @@ use crate::syscall;
 const KILL_ATTEMPTS: u32 = 500;
 const KILL_PAUSE: Duration = Duration::from_millis(1);
 
-/// Says why as an emergency of the kernel, which the VMM passes on also if the guest has no console, and ends the
+/// Says why as an emergency of the kernel, which the VMM passes on even if the guest has no console, and ends the
 /// guest.
 pub fn die(reason: &str) -> ! {
     say(&format!("fatal: {reason}"));

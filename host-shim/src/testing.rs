@@ -146,7 +146,7 @@ impl Drop for PidNamespace {
     }
 }
 
-/// Keeps process 1 of a pid namespace from ending, also after SIGKILL, until it is dropped. The kernel lets such a
+/// Keeps process 1 of a pid namespace from ending, even after SIGKILL, until it is dropped. The kernel lets such a
 /// process end only when the parents of all others in its namespace have waited for them. The parent of one is outside
 /// of the namespace here, and is stopped.
 pub(crate) struct Unending {

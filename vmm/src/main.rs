@@ -1,6 +1,6 @@
 //! `bulkhead-vmm --config FILE`: runs one VM until it ends.
 //!
-//! Exit status: 0 if the guest reset (also after a panic), was stopped, or was saved; [`EXIT_NOT_RESTORED`] if a saved
+//! Exit status: 0 if the guest reset (even after a panic), was stopped, or was saved; [`EXIT_NOT_RESTORED`] if a saved
 //! VM cannot be restored and the VM can boot instead; [`EXIT_NO_KVM`] if KVM cannot be used; 1 for any other error. A
 //! line on stderr describes the error.
 

@@ -27,7 +27,7 @@ use crate::{
 /// Why the guest ended.
 #[derive(Debug, thiserror::Error)]
 pub enum GuestExit {
-    /// It reset, which it does also after a panic and instead of a power-off.
+    /// It reset, which it also does after a panic and instead of a power-off.
     #[error("the guest reset")]
     Reset,
     #[error("the guest crashed: triple fault on vCPU {vcpu}")]

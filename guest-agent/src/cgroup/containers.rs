@@ -174,7 +174,7 @@ fn has_ceiling(around: &Path) -> io::Result<bool> {
     Ok(fs::read_to_string(around.join("pids.max"))?.trim_end() != NO_LIMIT)
 }
 
-/// A container with a memory limit of its own is held to that, and here to so much more for the pages of its programs
+/// A container with a memory limit of its own is held to that, and here to this much more for the pages of its programs
 /// (`kernel-config/patches/fuse-program-pages.patch`): the guest has been given the memory for both.
 fn ceiling_of(around: &Path, ceiling: Ceiling) -> io::Result<Ceiling> {
     let own_limit = fs::read_to_string(own(around).join("memory.max"))?;

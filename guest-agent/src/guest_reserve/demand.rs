@@ -11,7 +11,7 @@ use tokio::{task::spawn_blocking, time::sleep};
 use super::Reserve;
 use crate::cgroup::containers::{self, Usage};
 
-/// The pause between two looks at what the containers use, while they are above the mark.
+/// The pause between two checks of what the containers use, while they are above the mark.
 const REST: Duration = Duration::from_millis(20);
 
 /// Whether containers with this mark need more memory. File pages that were used once do not count, because programs

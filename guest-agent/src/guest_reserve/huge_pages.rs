@@ -3,7 +3,7 @@
 //! On a host, its operator sets huge pages aside, and kubelet counts them. A guest begins with none. It sets aside what
 //! the limits of its containers come to: each limit when the container is created, until it is deleted. A limit of the
 //! sandbox container is that of the whole pod: those of the others are a part of it. The shim has given the guest the
-//! memory for them. Containers have so much less of other memory.
+//! memory for them. Containers have that much less of other memory.
 
 use std::{
     io,

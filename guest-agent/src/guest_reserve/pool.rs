@@ -53,7 +53,7 @@ pub enum Owner {
 
 /// The kernel, or that of a test.
 pub(super) trait Kernel {
-    /// Asks for a pool of so many pages. Returns how many there are: fewer if memory is short, and more if files in a
+    /// Asks for a pool of this many pages. Returns how many there are: fewer if memory is short, and more if files in a
     /// hugetlbfs have pages that no longer belong to the pool.
     fn set(&self, pages: u64) -> io::Result<u64>;
     /// How many there are.
@@ -100,7 +100,7 @@ impl Pool {
         }
     }
 
-    /// Sets so many more pages aside, or none. Returns how many there are then.
+    /// Sets this many more pages aside, or none. Returns how many there are then.
     pub(super) fn add(
         &mut self,
         owner: Owner,
@@ -152,7 +152,7 @@ impl Pool {
         kernel.set(wanted)
     }
 
-    /// Gives up so many pages. Returns how many there are then. After an error all is as before.
+    /// Gives up this many pages. Returns how many there are then. After an error all is as before.
     pub(super) fn remove(&mut self, owner: Owner, pages: u64, kernel: &impl Kernel) -> io::Result<u64> {
         let before = *self.of(owner);
         *self.of(owner) = before.saturating_sub(pages);

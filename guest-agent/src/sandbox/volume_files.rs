@@ -1,6 +1,6 @@
 //! The files of a volume that kubelet keeps up to date on the host. virtio-fs has no inotify events for what the host
 //! changes, so the containers mount a copy. It changes in the order in which kubelet's AtomicWriter changes the
-//! original: who reads sees the old files or the new ones, and who watches sees the same events.
+//! original: whoever reads sees the old files or the new ones, and whoever watches sees the same events.
 //!
 //! Containers mount it read-only, but one that has the rights can undo that. So no link that a container may have made
 //! leads out of the volume.

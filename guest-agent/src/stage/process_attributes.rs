@@ -32,7 +32,7 @@ pub(super) fn begin(process: &ProcessConfig) -> Result<(), SetupError> {
     // Through the guest's /proc: that of the container may be anything.
     write("/proc/self/oom_score_adj", &process.oom_score_adj.to_string())
         .step(|| "process.oomScoreAdj".into())?;
-    // This takes effect when the program is executed, also in a process that is cloned from this one.
+    // This takes effect when the program is executed, even in a process that is cloned from this one.
     if let Some(profile) = &process.common.apparmor_profile {
         write("/proc/self/attr/apparmor/exec", &format!("exec {profile}"))
             .step(|| format!("process.apparmorProfile {profile:?}"))?;

@@ -30,7 +30,7 @@ const SHORT_NS: i64 = 300_000;
 /// A step of more than this is logged, once. StartSandbox leaves less to correct.
 const LOGGED_NS: u64 = 1_000_000_000;
 
-/// A guest that has not answered for so long stands still.
+/// A guest that has not answered for this long stands still.
 const STANDSTILL: Duration = Duration::from_secs(1);
 
 /// How often it is logged that the guest's clock does not follow, and for how long a limit of lines holds.
@@ -38,7 +38,7 @@ const LOG_AGAIN: Duration = Duration::from_secs(3600);
 /// So many steps of the host's clock are logged in that time. Something may set it every second.
 const LOGGED_STEPS: u32 = 10;
 
-/// The time between two corrections at least, also if somebody sets the host's clock all the time.
+/// The time between two corrections at least, even if somebody sets the host's clock all the time.
 const PAUSE: Duration = Duration::from_millis(100);
 
 /// The host's clock, watched from before the guest's is set for the first time.

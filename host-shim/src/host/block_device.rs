@@ -99,7 +99,7 @@ impl BlockDevice {
         }))
     }
 
-    /// Opens the device, also for writing if `writable` is set.
+    /// Opens the device for reading, and if `writable` is set also for writing.
     pub(crate) async fn open(&self, writable: bool) -> Result<OpenDisk, BlockDeviceError> {
         let device = self.clone();
         let opened = blocking::run(move || device.open_here(writable).map(OpenDisk::new), drop);

@@ -11,21 +11,21 @@ use tokio::{
 };
 
 /// Threads that may hang at the same time. Each has a small stack and nothing else.
-pub(crate) const MOST: usize = 64;
+pub(crate) const MOST_THREADS: usize = 64;
 /// How long work waits for a thread. Many short pieces at once do not hang.
 const FREE: Duration = Duration::from_secs(5);
 pub(crate) const STACK: usize = 256 << 10;
 
-static THREADS: Semaphore = Semaphore::const_new(MOST);
+static THREADS: Semaphore = Semaphore::const_new(MOST_THREADS);
 /// For work that undoes something. Creations that hang must not keep a healthy pod from being deleted.
-static UNDO_THREADS: Semaphore = Semaphore::const_new(MOST);
+static UNDO_THREADS: Semaphore = Semaphore::const_new(MOST_THREADS);
 /// For values that are dropped elsewhere. A drop that hangs must not keep other work from being done.
-static DROP_THREADS: Semaphore = Semaphore::const_new(MOST);
+static DROP_THREADS: Semaphore = Semaphore::const_new(MOST_THREADS);
 
 /// Why work was not done.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum BlockingError {
-    #[error("{MOST} operations on the host hang, and no more are begun")]
+    #[error("{MOST_THREADS} operations on the host hang, and no more are begun")]
     TooMany,
     #[error("cannot start a thread")]
     Start(#[from] io::Error),
@@ -83,7 +83,9 @@ pub(crate) fn drop_elsewhere<T: Send + 'static>(value: T) -> oneshot::Receiver<(
     let value = ManuallyDrop::new(value);
     let (done, is_done) = oneshot::channel();
     let Ok(permit) = DROP_THREADS.try_acquire() else {
-        tracing::error!("{MOST} files of the host hang while they are closed, and one more stays open");
+        tracing::error!(
+            "{MOST_THREADS} files of the host hang while they are closed, and one more stays open"
+        );
         return is_done;
     };
     let dropping = move || {

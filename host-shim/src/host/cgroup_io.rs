@@ -20,17 +20,17 @@ const V1: &str = "blkio";
 const V2: &str = "io";
 
 /// Files of cgroup v2.
-const MOST: &str = "io.max";
-const WEIGHT: &str = "io.weight";
-const BFQ_WEIGHT: &str = "io.bfq.weight";
-const LATENCY: &str = "io.latency";
+const IO_MAX: &str = "io.max";
+const IO_WEIGHT: &str = "io.weight";
+const IO_BFQ_WEIGHT: &str = "io.bfq.weight";
+const IO_LATENCY: &str = "io.latency";
 
 /// The files of cgroup v2's controller that limit something, and what is written for a device to end its limits.
 const FILES: [(&str, &str); 4] = [
-    (MOST, "rbps=max wbps=max riops=max wiops=max"),
-    (WEIGHT, "default"),
-    (BFQ_WEIGHT, "default"),
-    (LATENCY, "target=0"),
+    (IO_MAX, "rbps=max wbps=max riops=max wiops=max"),
+    (IO_WEIGHT, "default"),
+    (IO_BFQ_WEIGHT, "default"),
+    (IO_LATENCY, "target=0"),
 ];
 
 /// What ends the limits of a device in a file of cgroup v1.
@@ -118,7 +118,7 @@ impl Line {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Former(Vec<(&'static str, String)>);
 
-/// Sets the limits. `former` gets what they replace, also if it fails after some of them.
+/// Sets the limits. `former` gets what they replace, even if it fails after some of them.
 pub(crate) fn set(cgroup: &Cgroup, limits: &[IoLimit], former: &Mutex<Former>) -> Result<(), CgroupError> {
     let Some(first) = limits.first() else { return Ok(()) };
     let of_field = |source| CgroupError::Field { field: first.field.clone(), source: Box::new(source) };
@@ -159,13 +159,17 @@ fn line(directory: &Directory, IoLimit { field, limit }: &IoLimit) -> Result<Lin
         Ok(Line { file, text })
     };
     match (limit, directory.is_unified) {
-        (Limit::Rate { device, of, most }, true) => line(MOST, Some(*device), format!("{}={most}", of.key())),
+        (Limit::Rate { device, of, most }, true) => {
+            line(IO_MAX, Some(*device), format!("{}={most}", of.key()))
+        }
         (Limit::Rate { device, of, most }, false) => line(of.file_of_v1(), Some(*device), most.to_string()),
         // The I/O scheduler BFQ has weights of its own, in the unit of the spec.
-        (Limit::Weight { device, weight }, true) if has(BFQ_WEIGHT) => {
-            line(BFQ_WEIGHT, *device, weight.to_string())
+        (Limit::Weight { device, weight }, true) if has(IO_BFQ_WEIGHT) => {
+            line(IO_BFQ_WEIGHT, *device, weight.to_string())
         }
-        (Limit::Weight { device, weight }, true) => line(WEIGHT, *device, weight_of_v2(*weight).to_string()),
+        (Limit::Weight { device, weight }, true) => {
+            line(IO_WEIGHT, *device, weight_of_v2(*weight).to_string())
+        }
         (Limit::Weight { device, weight }, false) => {
             let file = match (device, has("blkio.weight")) {
                 (None, true) => "blkio.weight",
@@ -291,12 +295,12 @@ mod tests {
         let rates = ["8:0 rbps=1", "8:0 wbps=2", "8:0 riops=3", "8:0 wiops=18446744073709551615"];
         let with_weights = |file, weights: [&'static str; 2]| {
             let [all, one] = weights.map(|text| (file, text));
-            let [read, written, reads, writes] = rates.map(|text| (MOST, text));
+            let [read, written, reads, writes] = rates.map(|text| (IO_MAX, text));
             expected([all, one, read, written, reads, writes])
         };
-        assert_eq!(lines(&v2, &limits), with_weights(WEIGHT, ["2930", "8:0 1"]));
+        assert_eq!(lines(&v2, &limits), with_weights(IO_WEIGHT, ["2930", "8:0 1"]));
         fs::write(root.path().join("a/io.bfq.weight"), "default 100\n").unwrap();
-        assert_eq!(lines(&v2, &limits), with_weights(BFQ_WEIGHT, ["300", "8:0 10"]));
+        assert_eq!(lines(&v2, &limits), with_weights(IO_BFQ_WEIGHT, ["300", "8:0 10"]));
         let v1 = of_files(root.path(), false);
         let of_v1 = |all, one| {
             expected([
@@ -317,7 +321,7 @@ mod tests {
     fn files_of_v2_are_written_as_they_are_named_and_are_not_of_v1() {
         let root = tempfile::tempdir().unwrap();
         let text = "8:0 rbps=5".to_owned();
-        let of_file = limit(Limit::File { name: MOST, text: text.clone() });
+        let of_file = limit(Limit::File { name: IO_MAX, text: text.clone() });
         set(&of_files(root.path(), true), std::slice::from_ref(&of_file), &Mutex::default()).unwrap();
         assert_eq!(fs::read_to_string(root.path().join("a/io.max")).unwrap(), text);
         assert_eq!(fs::read_to_string(root.path().join("cgroup.subtree_control")).unwrap(), "+io");
@@ -340,22 +344,22 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let v2 = of_files(root.path(), true);
         let write = |file: &str, text: &str| fs::write(root.path().join("a").join(file), text).unwrap();
-        write(MOST, "8:1 rbps=9 wbps=9 riops=9 wiops=9\n8:0 rbps=5 wbps=max riops=max wiops=max\n");
-        write(WEIGHT, "default 100\n8:0 7\n");
-        write(BFQ_WEIGHT, "100\n");
-        write(LATENCY, "");
+        write(IO_MAX, "8:1 rbps=9 wbps=9 riops=9 wiops=9\n8:0 rbps=5 wbps=max riops=max wiops=max\n");
+        write(IO_WEIGHT, "default 100\n8:0 7\n");
+        write(IO_BFQ_WEIGHT, "100\n");
+        write(IO_LATENCY, "");
         let of_v2 = |file, text| present(&v2, file, text);
-        assert_eq!(of_v2(MOST, "8:0 wbps=1").unwrap(), "8:0 rbps=5 wbps=max riops=max wiops=max");
-        assert_eq!(of_v2(MOST, "8:16 wbps=1").unwrap(), "8:16 rbps=max wbps=max riops=max wiops=max");
-        assert_eq!((of_v2(WEIGHT, "50"), of_v2(WEIGHT, "default 50")), {
+        assert_eq!(of_v2(IO_MAX, "8:0 wbps=1").unwrap(), "8:0 rbps=5 wbps=max riops=max wiops=max");
+        assert_eq!(of_v2(IO_MAX, "8:16 wbps=1").unwrap(), "8:16 rbps=max wbps=max riops=max wiops=max");
+        assert_eq!((of_v2(IO_WEIGHT, "50"), of_v2(IO_WEIGHT, "default 50")), {
             let default = Some("default 100".to_owned());
             (default.clone(), default)
         });
-        assert_eq!(of_v2(WEIGHT, "8:0 50").unwrap(), "8:0 7");
-        assert_eq!(of_v2(WEIGHT, "8:16 50").unwrap(), "8:16 default");
-        assert_eq!(of_v2(BFQ_WEIGHT, "50").unwrap(), "100");
-        assert_eq!(of_v2(LATENCY, "8:0 target=5").unwrap(), "8:0 target=0");
-        assert_eq!(of_v2(MOST, "nonsense"), None);
+        assert_eq!(of_v2(IO_WEIGHT, "8:0 50").unwrap(), "8:0 7");
+        assert_eq!(of_v2(IO_WEIGHT, "8:16 50").unwrap(), "8:16 default");
+        assert_eq!(of_v2(IO_BFQ_WEIGHT, "50").unwrap(), "100");
+        assert_eq!(of_v2(IO_LATENCY, "8:0 target=5").unwrap(), "8:0 target=0");
+        assert_eq!(of_v2(IO_MAX, "nonsense"), None);
         let v1 = of_files(root.path(), false);
         let file = "blkio.throttle.read_bps_device";
         write(file, "8:0 5\n");
@@ -392,7 +396,7 @@ mod tests {
         let cgroup = cgroup::create(&mut journal, Path::new(&path), owner).unwrap();
         let directory = directory(&cgroup).unwrap();
         let read = || {
-            let files = [MOST, Rate::BytesRead.file_of_v1(), Rate::Reads.file_of_v1()];
+            let files = [IO_MAX, Rate::BytesRead.file_of_v1(), Rate::Reads.file_of_v1()];
             let texts = files.iter().filter_map(|file| fs::read_to_string(directory.path.join(file)).ok());
             texts.filter(|text| text.contains(&name)).collect::<String>()
         };

@@ -17,12 +17,12 @@ use crate::types::{
 const LINES: u32 = 100;
 const WINDOW: Duration = Duration::from_secs(600);
 
-/// How many times something is read in each [`TURN`], and how much each time. Otherwise a VMM that its guest has taken
-/// over would make this process, which is not in the pod's cgroup, as busy as it likes, by many lines or by single
-/// bytes. A program that says more waits at its full pipe.
+/// How many times something is read in each [`READ_TURN`], and how much each time. Otherwise a VMM that its guest has
+/// taken over would make this process, which is not in the pod's cgroup, as busy as it likes, by many lines or by
+/// single bytes. A program that says more waits at its full pipe.
 const READS: u32 = 16;
-const MOST: usize = 1024;
-const TURN: Duration = Duration::from_millis(100);
+const READ_BYTES: usize = 1024;
+const READ_TURN: Duration = Duration::from_millis(100);
 
 /// Logs the lines of a program's standard error, each cut to [`LINE`] bytes. Returns the last line.
 pub(crate) async fn read_lines(who: String, stderr: Option<impl AsyncRead + Unpin>) -> String {
@@ -38,13 +38,13 @@ pub(crate) async fn read_own_lines(
     let Some(mut stderr) = stderr else { return String::new() };
     let (mut line, mut last) = (Vec::new(), String::new());
     let mut limit = LogLimit::new(LINES, WINDOW);
-    let mut buffer = [0; MOST];
+    let mut buffer = [0; READ_BYTES];
     let (mut turn, mut left) = (Instant::now(), READS);
     loop {
         if left == 0 {
-            sleep_until(turn + TURN).await;
+            sleep_until(turn + READ_TURN).await;
         }
-        if turn.elapsed() >= TURN {
+        if turn.elapsed() >= READ_TURN {
             (turn, left) = (Instant::now(), READS);
         }
         left = left.saturating_sub(1);
@@ -117,8 +117,8 @@ mod tests {
         assert_eq!(read_lines("child".into(), Some(&b"short\n"[..])).await, "short");
         assert_eq!(begun.elapsed(), Duration::ZERO);
         // As much as a pipe gives, and single bytes.
-        read_lines("child".into(), Some(b"\n".repeat(100 * READS as usize * MOST).as_slice())).await;
-        assert!((TURN * 99..TURN * 110).contains(&begun.elapsed()), "{:?}", begun.elapsed());
+        read_lines("child".into(), Some(b"\n".repeat(100 * READS as usize * READ_BYTES).as_slice())).await;
+        assert!((READ_TURN * 99..READ_TURN * 110).contains(&begun.elapsed()), "{:?}", begun.elapsed());
         let begun = Instant::now();
         let (mut child, shim) = duplex(1);
         let talks = async {
@@ -129,6 +129,6 @@ mod tests {
         };
         let (last, ()) = tokio::join!(read_lines("child".into(), Some(shim)), talks);
         assert_eq!(last.len(), 100 * READS as usize);
-        assert!((TURN * 99..TURN * 110).contains(&begun.elapsed()), "{:?}", begun.elapsed());
+        assert!((READ_TURN * 99..READ_TURN * 110).contains(&begun.elapsed()), "{:?}", begun.elapsed());
     }
 }

@@ -65,7 +65,7 @@ fn nanoseconds(time: Timespec) -> i64 {
     tv_sec.saturating_mul(NS_PER_S).saturating_add(tv_nsec)
 }
 
-/// Reports each time that the host's wall clock is set, also when the host resumes from suspend or has a leap second.
+/// Reports each time that the host's wall clock is set, even when the host resumes from suspend or has a leap second.
 #[derive(Debug)]
 pub(crate) struct Steps {
     timer: pipe::Receiver,

@@ -39,7 +39,7 @@ use crate::{
 };
 
 /// How long after a hook's end its standard error is read. Processes that it left running may hold it open.
-const LAST_WORDS: Duration = Duration::from_secs(1);
+const STDERR_AFTER_END: Duration = Duration::from_secs(1);
 
 /// How long the `poststop` hooks of a container may take together.
 pub(crate) const POSTSTOP: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 30 });
@@ -187,12 +187,12 @@ impl Hooks {
                 .map_err(|_| HookError::Timeout { hook: name.clone(), seconds })?,
             None => ended.await,
         };
-        let (status, last_words) = ended.map_err(failed)?;
+        let (status, said_last) = ended.map_err(failed)?;
         if status.success() {
             tracing::info!(container = self.state.id, hook = name, "the hook is done");
             return Ok(());
         }
-        let reason = if last_words.is_empty() { "it does not say why".into() } else { last_words };
+        let reason = if said_last.is_empty() { "it does not say why".into() } else { said_last };
         Err(HookError::Failed { hook: name.clone(), status, reason })
     }
 }
@@ -288,8 +288,8 @@ async fn attend(name: &str, mut child: Child, state: &[u8]) -> io::Result<(ExitS
         }
     };
     let (_, status) = tokio::join!(tell, child.wait());
-    let last_words = timeout(LAST_WORDS, stderr).await.ok().and_then(Result::ok).unwrap_or_default();
-    Ok((status?, last_words))
+    let said_last = timeout(STDERR_AFTER_END, stderr).await.ok().and_then(Result::ok).unwrap_or_default();
+    Ok((status?, said_last))
 }
 
 #[cfg(test)]

@@ -38,7 +38,7 @@ const KINDS: [&str; 4] = [
 
 /// Memory that the copy of one volume may take, bytes. kubelet allows 1 MiB for each ConfigMap and Secret. A request to
 /// the agent takes 4 MiB.
-pub(crate) const MOST: u64 = 3 << 20;
+pub(crate) const MOST_VOLUME_BYTES: u64 = 3 << 20;
 /// The same for all of a pod.
 const MOST_OF_POD: u64 = 16 << 20;
 /// How many volumes of a pod can have a copy.
@@ -59,7 +59,7 @@ pub(crate) enum VolumeError {
     Foreign { name: PathBuf },
     #[error("{name:?} has the extended attribute {attribute}")]
     Attribute { name: PathBuf, attribute: String },
-    #[error("its files take more than {} MiB, each rounded up to pages", MOST >> 20)]
+    #[error("its files take more than {} MiB, each rounded up to pages", MOST_VOLUME_BYTES >> 20)]
     TooLarge,
     #[error("the pod has {MOST_VOLUMES} other volumes of this kind")]
     TooMany,
@@ -135,7 +135,7 @@ impl KubeletVolume {
 pub(crate) struct Budget(Arc<Mutex<BTreeMap<String, u64>>>);
 
 impl Budget {
-    /// Takes so many bytes for the volume of this name, instead of what it had before.
+    /// Takes this many bytes for the volume of this name, instead of what it had before.
     pub(crate) fn take(&self, name: &str, bytes: u64) -> Result<(), VolumeError> {
         let mut taken = lock(&self.0);
         let others = || taken.iter().filter(|(other, _)| *other != name);

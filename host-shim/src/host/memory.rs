@@ -11,8 +11,8 @@ use crate::host::cgroup::{Cgroup, CgroupError};
 /// of memory before the guest's does, and would kill a whole VM instead of a process in it.
 const LEFT_TO_OTHERS: u64 = 16;
 
-/// A limit of cgroup v1 of so many bytes or more means that there is none: the kernel shows the largest number of whole
-/// pages then, and its largest pages have 1 GiB.
+/// A limit of cgroup v1 of this many bytes or more means that there is none: the kernel shows the largest number of
+/// whole pages then, and its largest pages have 1 GiB.
 const NO_LIMIT_V1: u64 = (i64::MAX as u64) & !0x3fff_ffff;
 
 /// What the cgroups above a pod's allow it. None: they have no limit.

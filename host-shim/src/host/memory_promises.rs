@@ -40,7 +40,7 @@ pub(crate) fn turn(root: &Path) -> io::Result<Turn> {
     DirectoryLock::take(root, TURN).map(Turn)
 }
 
-/// Records that the VMM of the pod with this state directory may have so many bytes of its own. Blocks.
+/// Records that the VMM of the pod with this state directory may have this many bytes of its own. Blocks.
 pub(crate) fn make(state: &Path, vmm: ProcessId, up_to: u64) -> io::Result<()> {
     let promise = Promise { vmm, up_to, at: now() };
     // Another shim that reads a part of it counts nothing. It has no turn, and looks again in its turn.

@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The time between two looks: more than a period of a quota of processor time, which is 100 ms (cgroup-v2, cpu.max).
+/// The time between two checks: more than a period of a quota of processor time, which is 100 ms (cgroup-v2, cpu.max).
 const LOOK: Duration = Duration::from_millis(250);
 
 /// How far a process is on its way to its end.

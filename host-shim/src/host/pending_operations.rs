@@ -32,7 +32,7 @@ pub(crate) struct Operation {
 /// An operation that undoes something. No other one for the same container begins before this is dropped.
 #[derive(Debug)]
 pub(crate) struct Undo {
-    // Dropped first: who waits for the lock counts as an operation of its own.
+    // Dropped first: whoever waits for the lock counts as an operation of its own.
     _turn: OwnedMutexGuard<()>,
     _operation: Operation,
 }

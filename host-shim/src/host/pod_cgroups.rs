@@ -15,12 +15,12 @@ use crate::host::{
     cgroup, journal::UndoError, mountinfo, process_id::ProcessId, undo::remove_cgroup, vmm_ends::VmmEnds,
 };
 
-/// How often it is looked whether all processes of the cgroups have ended, and the pause between two looks. They have
-/// the time of VMMs besides.
+/// How often the shim checks whether all processes of the cgroups have ended, and the pause between two checks. They
+/// have the time of VMMs besides.
 const LOOKS: u32 = 500;
 const PAUSE: Duration = Duration::from_millis(10);
 
-/// How many directories of one hierarchy are looked at. No host has so many cgroups.
+/// How many directories of one hierarchy are looked at. No host has that many cgroups.
 const MOST: usize = 1 << 17;
 
 /// Kills all processes in the cgroups of the pod with the state directory `pod`, and removes those cgroups. Cgroups

@@ -114,7 +114,7 @@ fn mounts_below(path: &Path) -> io::Result<Vec<u64>> {
 
 impl PodVolumes {
     /// Mounts a directory in the share of the pod whose state directory is `state`, for a container that will be
-    /// [released](Self::release) also after an error. Returns the path below the share. Blocks.
+    /// [released](Self::release) even after an error. Returns the path below the share. Blocks.
     pub(crate) fn mount(
         &self,
         state: &Path,

@@ -12,8 +12,8 @@ const READINGS: usize = 100;
 
 /// Adds flags of mount(2) to the mount at `tree` and all mounts below it. A mount that is read-only stays so.
 ///
-/// Another pod may have the same volume, and move the directories on the way to mounts in it, also for one another,
-/// while this is done.
+/// Another pod may have the same volume, and move the directories on the way to mounts in it, or exchange them, while
+/// this is done.
 pub(crate) fn add_flags(tree: &Path, flags: MsFlags) -> io::Result<()> {
     for _ in 0..READINGS {
         if add_as_listed(tree, flags, &mountinfo::read()?)? {

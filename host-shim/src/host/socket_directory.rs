@@ -90,7 +90,7 @@ pub(crate) fn may_have_sockets(source: &Path) -> bool {
 }
 
 impl SocketDirectory {
-    /// Looks for sockets, as the guest sees the directory: also if the host has mounted something there meanwhile.
+    /// Looks for sockets, as the guest sees the directory: even if the host has mounted something there meanwhile.
     /// `watch` tells of the first change since then, and not of more: whoever can write to the directory cannot fill
     /// the queue of events. Blocks.
     pub(crate) fn look(&self, watch: &Watch, known: &Known) -> io::Result<Listing> {

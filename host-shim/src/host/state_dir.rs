@@ -566,7 +566,7 @@ mod tests {
         testing::{InSystemCall, PidNamespace, private_mounts, vmm_with},
     };
 
-    /// Ends the other threads of a test also when an assertion fails.
+    /// Ends the other threads of a test even when an assertion fails.
     struct EndOnDrop<'a>(&'a AtomicBool);
 
     impl Drop for EndOnDrop<'_> {

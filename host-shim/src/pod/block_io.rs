@@ -22,7 +22,7 @@ use crate::{
 const PREFIX: &str = "io.";
 
 /// The most limits of a container. A host has fewer devices.
-const MOST: usize = 1024;
+const MOST_LIMITS: usize = 1024;
 
 /// Takes the limits on block devices out of the resources `document`, which are also parsed, so that the guest does not
 /// get them.
@@ -73,8 +73,8 @@ fn limits(
         };
         limits.push(IoLimit { field, limit: Limit::File { name, text: text.clone() } });
     }
-    if limits.len() > MOST {
-        let reason = format!("has {} limits, and {MOST} are the most", limits.len());
+    if limits.len() > MOST_LIMITS {
+        let reason = format!("has {} limits, and {MOST_LIMITS} are the most", limits.len());
         return Err(invalid("linux.resources.blockIO", reason));
     }
     for IoLimit { field, limit } in &limits {
@@ -212,7 +212,7 @@ mod tests {
             let refusal = refusal(resources);
             assert!(refusal.starts_with(&format!("linux.resources.{expected}")), "{refusal}");
         }
-        let many = vec![json!({"major": 8, "minor": 0, "rate": 1}); MOST + 1];
+        let many = vec![json!({"major": 8, "minor": 0, "rate": 1}); MOST_LIMITS + 1];
         assert!(refusal(json!({"blockIO": {"throttleReadBpsDevice": many}})).contains("1024 are the most"));
     }
 

@@ -440,7 +440,7 @@ impl Pod {
         join_all(self.all().iter().map(|container| container.release())).await;
     }
 
-    /// Ends whatever there is, also creations under way, and leaves nothing.
+    /// Ends whatever there is, including creations under way, and leaves nothing.
     pub(crate) async fn stop(&self) {
         self.0.stopping.store(true, Ordering::Relaxed);
         self.cancel_creations(|_| true).await;
@@ -457,7 +457,7 @@ impl Pod {
         self.containers().clear();
     }
 
-    /// Does the same, and then sets `done`, also if the caller gives up waiting. containerd waits for a few seconds
+    /// Does the same, and then sets `done`, even if the caller gives up waiting. containerd waits for a few seconds
     /// only, and then forgets the shim.
     pub(crate) async fn end_shim(&self, done: &watch::Sender<bool>) {
         let (pod, done) = (self.clone(), done.clone());

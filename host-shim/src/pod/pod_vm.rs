@@ -231,7 +231,7 @@ impl PodVm {
     }
 
     /// Makes what the host needs for the VM, or nothing. `bundle` is that of the pod's first container.
-    /// `step` is dropped when nothing more is done, also if the caller gives up waiting.
+    /// `step` is dropped when nothing more is done, even if the caller gives up waiting.
     pub(crate) async fn prepare(
         &self,
         config: Config,

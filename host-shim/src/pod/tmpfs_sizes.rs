@@ -11,7 +11,7 @@ const PAGE: u64 = 4096;
 /// that it shows on runc: the smallest guest allows one for each page of it.
 const SMALL: u64 = 64 << 20;
 
-/// Writes the sizes into a spec, for a host with so much memory (bytes).
+/// Writes the sizes into a spec, for a host with this much memory (bytes).
 pub(super) fn write(document: &mut Value, memory: u64) {
     let Some(mounts) = document.get_mut("mounts").and_then(Value::as_array_mut) else { return };
     for mount in mounts.iter_mut().filter(|mount| mount["type"] == "tmpfs") {

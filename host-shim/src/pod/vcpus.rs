@@ -85,7 +85,7 @@ impl Vcpus {
     }
 
     /// How many vCPUs are to be online for these containers. `pod_limit` is what those containers of the pod may use
-    /// together that have a limit, also if they do not exist yet, in millionths of a processor's time. So it says
+    /// together that have a limit, even if they do not exist yet, in millionths of a processor's time. So it says
     /// nothing of a pod in which one has no limit. None: it is not known.
     pub(crate) fn wanted(&self, pod_limit: Option<u64>, demands: &[Demand]) -> u8 {
         // A cpuset is shown with its numbers, and the static policy of kubelet gives one to every container.
@@ -101,7 +101,7 @@ impl Vcpus {
     }
 
     /// Chooses a vCPU for each processor of the host that a container names and that is online. A choice lasts as long
-    /// as a container names that processor, also while it is offline: the guest knows the container's processors by the
+    /// as a container names that processor, even while it is offline: the guest knows the container's processors by the
     /// numbers of their vCPUs. The vCPU has the same number, if there is such a vCPU and it is free. A VM with fewer
     /// vCPUs than there are such processors has vCPUs that stand for several.
     pub(crate) fn assign(&mut self, demands: &[Demand]) {

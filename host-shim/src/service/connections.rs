@@ -38,7 +38,7 @@ const REFUSED_AFTER: Duration = Duration::from_millis(if cfg!(test) { 500 } else
 
 /// How many connections there are at the same time at most. containerd has one, which `ctr` and the CRI use. Each
 /// `bulkhead exec` has one; at most 32 of them run in a pod (`cli/src/exec/directory.rs`).
-const MOST: usize = 64;
+const MOST_CONNECTIONS: usize = 64;
 
 /// How often it is logged that a client was refused.
 const LOGGED: u32 = 10;
@@ -56,7 +56,7 @@ pub(super) fn connections<S, A: Future<Output = io::Result<S>>>(
     let acceptor = Acceptor {
         accept,
         spare,
-        free: Arc::new(Semaphore::new(MOST)),
+        free: Arc::new(Semaphore::new(MOST_CONNECTIONS)),
         log: LogLimit::new(LOGGED, LOG_WINDOW),
     };
     stream::unfold(acceptor, |mut acceptor| async move { Some((Ok(acceptor.next().await), acceptor)) })
@@ -220,7 +220,7 @@ mod tests {
         let accepted = connections(Spare(None), || {
             calls += 1;
             // Then nobody comes any more.
-            let stream = (calls <= MOST + 3).then(|| Arc::clone(&counted));
+            let stream = (calls <= MOST_CONNECTIONS + 3).then(|| Arc::clone(&counted));
             async move {
                 match stream {
                     Some(stream) => Ok(stream),
@@ -230,13 +230,13 @@ mod tests {
         });
         let mut accepted = std::pin::pin!(accepted);
         let mut held = Vec::new();
-        for _ in 0..MOST {
+        for _ in 0..MOST_CONNECTIONS {
             held.push(accepted.next().await);
         }
         drop(held.pop());
         held.push(accepted.next().await);
         assert!(timeout(WAIT, accepted.next()).await.is_err(), "there is one too many");
-        assert_eq!(Arc::strong_count(&counted), 1 + MOST, "the others are closed");
+        assert_eq!(Arc::strong_count(&counted), 1 + MOST_CONNECTIONS, "the others are closed");
     }
 
     /// What this process has to say when it is executed again for a test that uses up its descriptors.

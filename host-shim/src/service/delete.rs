@@ -155,7 +155,7 @@ fn end_member(args: &Args) -> Result<(), DeleteError> {
     if let Ok(Role::Member { sandbox_id }) = create_request::role(&args.namespace, Path::new(".")) {
         let path = path_of(args, &sandbox_id);
         let processes = PodProcesses::of(&path)?;
-        // containerd also deletes a container of a pod that runs on.
+        // containerd also deletes a container of a pod that keeps running.
         if processes.have_lost_their_shim() {
             processes.kill(&path)?;
         }

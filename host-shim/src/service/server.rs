@@ -82,7 +82,7 @@ pub(crate) fn serve(args: &Args) -> Result<(), ServeError> {
     listener.local_addr().map_err(ServeError::Listener)?;
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
-        .max_blocking_threads(blocking::MOST)
+        .max_blocking_threads(blocking::MOST_THREADS)
         .thread_keep_alive(BLOCKING_IDLE)
         .thread_stack_size(blocking::STACK)
         .build()

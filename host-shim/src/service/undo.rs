@@ -27,7 +27,7 @@ use crate::{
 };
 
 /// How long it may take. Each step has a limit of its own, except for system calls that hang with the host's storage.
-const MOST: Duration = Duration::from_secs(180);
+const MOST_TIME: Duration = Duration::from_secs(180);
 
 /// What takes longer than this is said when it is done.
 const SOON: Duration = Duration::from_secs(2);
@@ -37,7 +37,7 @@ pub(crate) fn run(args: &Args) -> ExitCode {
     // An error: it is the leader of a session already, because somebody has started it by hand.
     _ = nix::unistd::setsid();
     let _span = tracing::error_span!("pod", namespace = args.namespace, id = args.id).entered();
-    give_up_in(MOST);
+    give_up_in(MOST_TIME);
     let begun = Instant::now();
     let directory = match stdin_directory() {
         Ok(directory) => directory,

@@ -105,7 +105,7 @@ pub struct Config {
     pub log_level: LogLevel,
     /// How the lines of the log are written.
     pub log_format: LogFormat,
-    /// The keys that a pod may set by an annotation.
+    /// The keys that a pod may set with an annotation.
     pub allowed_annotations: Vec<String>,
 }
 

@@ -54,7 +54,7 @@ impl TryFrom<&str> for Traceparent {
     }
 }
 
-/// The number of so many lower-case digits.
+/// The number of this many lower-case digits.
 fn number(text: &str, digits: usize) -> Result<u128, NotATraceparent> {
     let are_digits = text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
     if text.len() != digits || !are_digits {

@@ -26,8 +26,8 @@ const TEMPLATE_MIB: u64 = 24;
 const SMALLEST_MIB: u32 = 96;
 /// The guest's kernel uses this fraction of the memory to describe it: 64 bytes for each page of 4096.
 const DESCRIBED: u64 = 64;
-/// What a clone begins with that may have containers without a limit: so much, or this part of what the VM may grow to
-/// if that is less. Programs derive sizes of heaps and buffers from it.
+/// What a clone begins with that may have containers without a limit: this much, or this part of what the VM may grow
+/// to if that is less. Programs derive sizes of heaps and buffers from it.
 const UNLIMITED_MIB: u32 = 2048;
 const UNLIMITED_PART: u64 = 4;
 /// A VM that grows on demand has twice as much memory then, but no more than this is added at once, MiB.
@@ -260,7 +260,7 @@ mod tests {
         };
         let began = Present { mib: 256, huge_pages_mib: 0 };
         assert_eq!(fit(began, needs(0, 64), None), 384);
-        // It has them already, also if it grew for another reason; or the cgroup allows less.
+        // It has them already, even if it grew for another reason; or the cgroup allows less.
         assert_eq!(fit(Present { mib: 384, huge_pages_mib: 128 }, needs(0, 64), None), 384);
         assert_eq!(fit(Present { mib: 512, huge_pages_mib: 0 }, needs(0, 64), None), 640);
         assert_eq!(fit(began, needs(0, 64), Some(256 * MIB)), 239);

@@ -200,11 +200,10 @@ pub enum ControlRequest {
     /// older VMM, which does not know the request, replies [`ControlReply::Error`].
     DeviceCounts,
     /// Adds a network device. A VM gets at most [`ATTACHABLE_DEVICES`] after its start. The file descriptors of its tap
-    /// device, as [`tap::create`] makes them with so many [`queues`], are sent with the request in one message
-    /// (SCM_RIGHTS). The guest finds the device when it
-    /// probes the placeholders on its command line again: until then they have the device ID 0 (virtio 1.3, 4.2.2).
-    /// With [`Transport::Pci`] it finds the device when it scans the bus again. A network device is not removed before
-    /// the VM ends. A VM that will be saved gets no device.
+    /// device, as [`tap::create`] makes them with this many [`queues`], are sent with the request in one message
+    /// (SCM_RIGHTS). The guest finds the device when it probes the placeholders on its command line again: until then
+    /// they have the device ID 0 (virtio 1.3, 4.2.2). With [`Transport::Pci`] it finds the device when it scans the bus
+    /// again. A network device is not removed before the VM ends. A VM that will be saved gets no device.
     AttachNic {
         /// The MAC address of the guest, as [`NicConfig::mac`].
         mac: String,
@@ -277,7 +276,7 @@ pub struct DeviceCounts {
     pub reported_bytes: Option<u64>,
     /// Bytes that are plugged now by the memory device, beside the initial memory.
     pub plugged_bytes: Option<u64>,
-    /// Of all block devices together, also of those that were taken away.
+    /// Of all block devices together, including those that were taken away.
     pub block: Option<BlockCounts>,
     /// Payload of the socket device that the guest has received: standard input and requests to the agent.
     pub vsock_received_bytes: Option<u64>,
@@ -289,7 +288,7 @@ pub struct DeviceCounts {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct BlockCounts {
-    /// Requests of all types, also those that failed.
+    /// Requests of all types, including those that failed.
     pub requests: u64,
     /// Bytes that were read.
     pub read_bytes: u64,

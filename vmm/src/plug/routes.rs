@@ -26,7 +26,7 @@ use crate::{
 /// The number of inputs of a PIC.
 const PIC_PINS: u32 = 8;
 
-/// A guest may have KVM take so many tables at once: a few times what a boot does.
+/// A guest may have KVM take this many tables at once: a few times what a boot does.
 const BURST: u32 = 256;
 /// After those, it may have another one so often.
 const INTERVAL: Duration = Duration::from_millis(10);

@@ -102,7 +102,7 @@ struct State {
     is_pending: bool,
     /// A message was sent since the last reset of the device, perhaps before the state was saved.
     was_sent: bool,
-    /// The message that KVM has for the irqfd. None also while it gets another one.
+    /// The message that KVM has for the irqfd. Also None while it gets another one.
     routed: Option<Message>,
 }
 

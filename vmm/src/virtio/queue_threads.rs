@@ -78,7 +78,7 @@ impl<D: ActiveDevice> QueueThreads<D> {
         let deadline = Instant::now() + self.timeout;
         let begun: Vec<_> = self.threads.iter().map(|thread| (thread, thread.begin(id, part()))).collect();
         let waited = begun.into_iter().map(|(thread, change)| thread.wait(change, deadline));
-        // All are waited for, also after an error.
+        // All are waited for, even after an error.
         let waited: Vec<io::Result<()>> = waited.collect();
         waited.into_iter().collect()
     }

@@ -88,7 +88,7 @@ fn a_call_of_many_is_met_by_its_selector() {
                 "args": [{"index": 0, "value": 40, "op": "SCMP_CMP_EQ"}]},
         ]
     });
-    // socketcall(2) is 102: socket, bind, connect. ipc(2) is 117: msgget, also with a version, and msgctl.
+    // socketcall(2) is 102: socket, bind, connect. ipc(2) is 117: msgget, with a version too, and msgctl.
     let calls = [(102, 1), (102, 2), (102, 3), (117, 13), (117, 0x1_000d), (117, 14)];
     let calls = calls.map(|(number, argument)| call(X86, number, argument));
     assert_eq!(answers(&profile, calls), [EPERM, ALLOW, EPERM, EPERM, EPERM, ALLOW]);

@@ -468,7 +468,7 @@ async fn a_call_that_is_given_up_is_carried_out() {
     };
     timeout(WAIT, created).await.unwrap();
     agent.start_container("demo").await.unwrap();
-    // Who waits gives up, and asks again.
+    // Whoever waits gives up, and asks again.
     assert!(timeout(Duration::from_millis(50), agent.wait("demo")).await.is_err());
     agent.signal("demo", 9, false).await.unwrap();
     assert_eq!(booted.status("demo", "").await, 137);

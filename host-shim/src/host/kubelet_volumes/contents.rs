@@ -16,7 +16,7 @@ use rustix::{
     io::Errno,
 };
 
-use super::{MOST, VolumeError};
+use super::{MOST_VOLUME_BYTES, VolumeError};
 use crate::host::no_symlinks;
 
 /// How deep directories may be nested. Each level takes a descriptor and room on the stack.
@@ -126,7 +126,7 @@ impl Reading {
             Kind::File(content) => (content.len() as u64).next_multiple_of(PAGE),
             Kind::Link(target) => target.len() as u64,
         };
-        if self.size > MOST {
+        if self.size > MOST_VOLUME_BYTES {
             return Err(VolumeError::TooLarge);
         }
         let has_time = !path.is_empty() && !matches!(kind, Kind::Link(_));
@@ -175,7 +175,7 @@ impl Reading {
         self.check_attributes(&opened, path)?;
         if FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile {
             let mut content = Vec::new();
-            let read = File::from(opened).take(MOST + 1).read_to_end(&mut content);
+            let read = File::from(opened).take(MOST_VOLUME_BYTES + 1).read_to_end(&mut content);
             read.map_err(|source| VolumeError::Read { name: path.into(), source })?;
             return self.add(path, &stat, Kind::File(content));
         }
@@ -217,7 +217,7 @@ fn names_in(directory: &OwnedFd, path: &Path) -> Result<Vec<OsString>, VolumeErr
         if !matches!(&name[..], b"." | b"..") {
             names.push(OsString::from_vec(name));
         }
-        if names.len() as u64 > MOST / INODE {
+        if names.len() as u64 > MOST_VOLUME_BYTES / INODE {
             return Err(VolumeError::TooLarge);
         }
     }

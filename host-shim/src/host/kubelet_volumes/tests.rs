@@ -149,9 +149,9 @@ fn what_a_copy_would_lose_is_not_copied() {
 fn sizes_are_limited() {
     let kubelet = Kubelet::new();
     let too_large = "its files take more than 3 MiB, each rounded up to pages";
-    fs::File::create(kubelet.at("..1/big")).unwrap().set_len(MOST + 1).unwrap();
+    fs::File::create(kubelet.at("..1/big")).unwrap().set_len(MOST_VOLUME_BYTES + 1).unwrap();
     assert_eq!(kubelet.error(), too_large);
-    fs::File::create(kubelet.at("..1/big")).unwrap().set_len(MOST - (64 << 10)).unwrap();
+    fs::File::create(kubelet.at("..1/big")).unwrap().set_len(MOST_VOLUME_BYTES - (64 << 10)).unwrap();
     kubelet.found().unwrap();
     fs::remove_file(kubelet.at("..1/big")).unwrap();
     for number in 0..700 {
@@ -161,7 +161,7 @@ fn sizes_are_limited() {
     // Names that are not read are not for nothing either.
     fs::remove_dir_all(kubelet.at("..1")).unwrap();
     fs::create_dir(kubelet.at("..1")).unwrap();
-    for number in 0..=MOST / 1024 {
+    for number in 0..=MOST_VOLUME_BYTES / 1024 {
         fs::write(kubelet.at(&format!("..old{number}")), "").unwrap();
     }
     assert_eq!(kubelet.error(), too_large);

@@ -129,7 +129,7 @@ impl PodVm {
         Ok(translated)
     }
 
-    /// Has the guest mount the root of the container `id`. Returns where. [`PodVm::release_root`] undoes it, also if
+    /// Has the guest mount the root of the container `id`. Returns where. [`PodVm::release_root`] undoes it, even if
     /// this fails or nobody waits for it any more.
     pub(crate) async fn mount_root(
         &self,

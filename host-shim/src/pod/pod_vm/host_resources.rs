@@ -274,7 +274,7 @@ impl HostResources {
         Ok(demands)
     }
 
-    /// Has the guest bring so many vCPUs online.
+    /// Has the guest bring this many vCPUs online.
     pub(super) async fn set_online(&mut self, guest: &Guest, wanted: u8, fit: Fit) -> Result<(), TaskError> {
         let is_enough = |online: u8| online == wanted || (online > wanted && fit == Fit::Grow);
         if self.vcpus.online.is_some_and(is_enough) {

@@ -81,7 +81,7 @@ impl Connections {
         Arc::clone(&self.open).acquire_owned().await.ok()
     }
 
-    /// Waits until there is room for a datagram of so many bytes.
+    /// Waits until there is room for a datagram of this many bytes.
     pub(super) async fn room(&self, bytes: usize) -> io::Result<OwnedSemaphorePermit> {
         // It is never closed.
         Arc::clone(&self.datagram_bytes).acquire_many_owned(bytes as u32).await.map_err(io::Error::other)

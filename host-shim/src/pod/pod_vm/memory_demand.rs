@@ -30,11 +30,11 @@ use crate::{
     vm::vmm::{Room, VmError},
 };
 
-/// How often the host's memory and its cgroups are looked at, which decide whether the VM can grow. It does not grow
-/// for so long after there was no room.
+/// How often the host's memory and its cgroups are looked at, which decide whether the VM can grow. After there was no
+/// room, it does not grow for this long.
 const LOOK: Duration = Duration::from_secs(10);
-/// The pause after an answer, and the longest one after several errors. It does not grow for so long after it could
-/// not.
+/// The pause after an answer, and the longest one after several errors. After the VM could not grow, it does not grow
+/// for this long.
 const REST: Duration = Duration::from_millis(10);
 const LONGEST_REST: Duration = Duration::from_secs(60);
 /// How long the other pods wait for this one at most when it has its turn to grow.

@@ -41,7 +41,7 @@ use crate::{
     types::{error::chain, lock::lock, log_limit::SharedLogLimit},
 };
 
-/// The time between two looks at one directory. Whoever can write to it has no more effect than this.
+/// The time between two reads of one directory. Whoever can write to it has no more effect than this.
 const PAUSE: Duration = if cfg!(test) { Duration::from_millis(100) } else { Duration::from_secs(1) };
 
 /// When to look again, unless an event comes first: after something has failed, and while there are sockets that no
@@ -51,14 +51,15 @@ const AGAIN: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 30 });
 /// How long the host may take to read a directory.
 const READ: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 30 });
 
-/// How many directories of a pod are looked at at the same time. A look that hangs keeps one of the shim's threads.
-const MOST_LOOKS: usize = 4;
+/// How many directories of a pod are read at the same time. A read that hangs keeps one of the shim's threads.
+const MOST_READS: usize = 4;
 
-/// For each second that a look has used of a processor, so many follow without another one. With [`MOST_LOOKS`], all
-/// looks of a pod use at most an eighth of a processor, whatever the containers make in the directories.
+/// For each second that a read has used of a processor, this many seconds follow without another one. With
+/// [`MOST_READS`], all reads of a pod use at most an eighth of a processor, whatever the containers make in the
+/// directories.
 const REST: u32 = 32;
 
-/// How long a container waits until its directories have been looked at.
+/// How long a container waits until its directories have been read.
 const FIRST_LOOK: Duration = Duration::from_secs(10);
 
 /// The most directories of a pod that are followed. Each takes one of the 128 inotify instances that the kernel allows
@@ -83,7 +84,7 @@ pub(crate) struct SocketDirectories {
 #[derive(Debug, Clone)]
 struct Pod {
     connections: Connections,
-    /// The looks that there may be at the same time.
+    /// The reads that there may be at the same time.
     looks: Arc<Semaphore>,
     /// The sockets that there may be.
     room: Arc<Semaphore>,
@@ -150,7 +151,7 @@ impl SocketDirectories {
     pub(crate) fn new(connections: &Connections) -> Self {
         let pod = Pod {
             connections: connections.clone(),
-            looks: Arc::new(Semaphore::new(MOST_LOOKS)),
+            looks: Arc::new(Semaphore::new(MOST_READS)),
             room: Arc::new(Semaphore::new(MAX_DIRECTORY_SOCKETS)),
             next: Arc::default(),
             served: SharedLogLimit::new(MAX_DIRECTORY_SOCKETS as u32, LOG_WINDOW),
@@ -241,7 +242,7 @@ trait Listeners: Clone + Send + Sync + 'static {
         datagrams: bool,
     ) -> impl Future<Output = Result<(), AgentError>> + Send;
 
-    /// Has the agent listen there no more, also if it was only asked to.
+    /// Has the agent listen there no more, even if it was only asked to.
     fn close(&self, index: u32) -> impl Future<Output = Result<(), AgentError>> + Send;
 
     /// Connects those who come with the service. Accepts nothing more after `closed`.
@@ -479,7 +480,7 @@ impl<G: Listeners> Follower<G> {
         let directory = Arc::clone(&self.directory);
         let turn = Arc::clone(&self.pod.looks).acquire_owned();
         let turn =
-            timeout(READ, turn).await.map_err(|_| io::Error::other("looks at other directories hang"))?;
+            timeout(READ, turn).await.map_err(|_| io::Error::other("the reads of other directories hang"))?;
         // It is never closed.
         let turn = turn.map_err(io::Error::other)?;
         let runtime = Handle::current();
@@ -497,7 +498,7 @@ impl<G: Listeners> Follower<G> {
         timeout(READ, blocking::run(look, drop)).await?.map_err(io::Error::other)?
     }
 
-    /// Has the agent listen where services listen, and nowhere else. What fails is done at the next look.
+    /// Has the agent listen where services listen, and nowhere else. What fails is done with the next read.
     async fn reconcile(&mut self, Listing { mut known, new, .. }: Listing) -> Result<(), ServeError> {
         self.sweep();
         let path = &self.directory.path;
@@ -641,7 +642,7 @@ mod tests {
             lock(&self.state).sockets.push(Arc::downgrade(&socket));
             async move {
                 let _kept = socket;
-                // It never answers who waits for a connection.
+                // It never answers the one that waits for a connection.
                 unless(closed, pending()).await;
             }
         }
@@ -714,7 +715,7 @@ mod tests {
         let story = Story::begin(TestGuest::default());
         let _first = story.bind("first");
         story.until(|state| state.listened.len() == 1).await;
-        let hung = Arc::clone(&story.pod.looks).acquire_many_owned(MOST_LOOKS as u32).await.unwrap();
+        let hung = Arc::clone(&story.pod.looks).acquire_many_owned(MOST_READS as u32).await.unwrap();
         let _second = story.bind("second");
         sleep(READ + 2 * PAUSE).await;
         assert_eq!(lock(&story.guest.state).listened.len(), 1);
@@ -734,7 +735,7 @@ mod tests {
             story.until(|state| state.closed.len() == round).await;
             drop(listener);
         }
-        // The next look at the directory finds them.
+        // The next read of the directory finds them.
         fs::write(story.dir.path().join("services/file"), "").unwrap();
         story.until(|state| state.sockets.iter().all(|socket| socket.strong_count() == 0)).await;
         assert_eq!(story.used_room(), 0);

@@ -19,7 +19,7 @@ use tokio::{
 use crate::{
     host::{
         blocking,
-        kubelet_volumes::{Budget, KubeletVolume, MOST},
+        kubelet_volumes::{Budget, KubeletVolume, MOST_VOLUME_BYTES},
         memory_volumes::MemoryVolume,
     },
     process::{error::TaskError, running_guest::Guest},
@@ -121,7 +121,7 @@ impl Copy {
             name: self.volume.name.clone(),
             huge_pages: false,
             // For a moment there are two versions.
-            bytes: 2 * MOST,
+            bytes: 2 * MOST_VOLUME_BYTES,
             mode: 0o755,
             uid: 0,
             gid: 0,

@@ -41,7 +41,7 @@ impl Requested {
 impl Vm {
     /// Changes the size of the guest's memory, if needed, for what containers may use together, in a cgroup of the host
     /// that allows `allowed` bytes. Returns what the guest has beyond the memory that it began with, MiB, if that has
-    /// changed; 0 also if the guest keeps more than it should, and may still give it back.
+    /// changed; 0 even if the guest keeps more than it should, and may still give it back.
     pub(crate) async fn fit_memory(
         &self,
         needs: Needs,
@@ -102,7 +102,7 @@ impl Vm {
         self.added_by(self.requested.lock().await.reached_mib)
     }
 
-    /// What a guest with so much memory has beyond what it began with, MiB.
+    /// What a guest with this much memory has beyond what it began with, MiB.
     pub(crate) fn added_by(&self, mib: u32) -> u32 {
         mib.saturating_sub(self.memory.least)
     }

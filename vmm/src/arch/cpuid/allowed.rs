@@ -32,7 +32,7 @@ pub(super) struct Field {
     pub(super) last: u32,
     #[cfg_attr(
         not(test),
-        expect(dead_code, reason = "for who reads the list, here and in the documentation")
+        expect(dead_code, reason = "for whoever reads the list, here and in the documentation")
     )]
     pub(super) name: &'static str,
 }

@@ -246,7 +246,7 @@ impl Requests<'_> {
         self.offset(sector, len / SECTOR)
     }
 
-    /// The segment of a request that has only one, of at most so many sectors.
+    /// The segment of a request that has only one, of at most this many sectors.
     fn segment(&self, mut data: Buffers, most: u32) -> Result<Segment, Failure> {
         let bytes: [u8; 16] = data.read_array().ok_or(Failure::Illegal)?;
         let (sectors, rest) = (u64_of(&bytes, 0), u64_of(&bytes, 8));

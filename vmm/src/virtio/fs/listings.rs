@@ -1,7 +1,7 @@
 //! Listings of directories that the guest reads without a handle. The table makes no system calls.
 //!
 //! In an exclusive share, the guest opens directories without a request too. A READDIR request then names a directory
-//! and a position in it. A process that has begun to read a directory must get each entry once, also if files are
+//! and a position in it. A process that has begun to read a directory must get each entry once, even if files are
 //! created and removed meanwhile (readdir(3)). The positions of the host's file system do not help: where overlayfs
 //! merges directories, a position is the number of an entry, and each descriptor has other numbers.
 //!
@@ -141,7 +141,7 @@ impl Listing {
         self.first + self.entries.len() as u64
     }
 
-    /// Entries from `index` on, enough to fill `room` bytes if each takes so many and its name.
+    /// Entries from `index` on, enough to fill `room` bytes if each takes this many and its name.
     fn from(&self, index: u64, room: usize, fixed: usize) -> Vec<Entry> {
         let Some(skipped) = index.checked_sub(self.first) else { return Vec::new() };
         let mut len = 0;
@@ -169,7 +169,7 @@ impl Used {
     }
 
     /// Returns entries from `index` on, enough to fill `room` bytes if each takes `fixed` bytes and its name. Returns
-    /// none at the end. Reads the entries if they were not read yet. Blocks, also while another thread reads the same
+    /// none at the end. Reads the entries if they were not read yet. Blocks, even while another thread reads the same
     /// directory: that thread counts for the same file system.
     pub(super) fn read(&self, index: u64, room: usize, fixed: usize) -> Result<(Vec<Entry>, State)> {
         let mut listing = crate::lock(&self.listing);

@@ -30,7 +30,7 @@ mod unmounted;
 /// The most directories above a file. Linux has no such limit, but limits paths to 4,096 bytes.
 pub(super) const MOST_ANCESTORS: usize = 4096;
 /// How many places are searched for a node to evict before a directory may be evicted.
-const PATIENCE: usize = 256;
+const MOST_STEPS_FOR_A_FILE: usize = 256;
 /// The most file systems whose inode numbers are kept distinct.
 const MOST_DEVICES: usize = 1 << 16;
 
@@ -79,7 +79,7 @@ struct Node {
     is_unmounted: bool,
     /// The thread of the guest that has looked up the place. See [`Nodes::found_by`].
     found_by: u32,
-    /// The place was another name before.
+    /// The file was found by another name before.
     had_other_name: bool,
 }
 
@@ -498,7 +498,7 @@ impl Nodes {
     fn evict(&mut self) -> Result<()> {
         let mut second_choice = None;
         for step in 0..2 * self.table.round() {
-            if let (Some(number), PATIENCE..) = (second_choice, step) {
+            if let (Some(number), MOST_STEPS_FOR_A_FILE..) = (second_choice, step) {
                 self.remove(number);
                 return Ok(());
             }

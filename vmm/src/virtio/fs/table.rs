@@ -7,7 +7,7 @@ use super::abi::Result;
 /// The low bits of a number are the index of its value. The other bits are a serial number.
 const PLACE_BITS: u32 = 20;
 /// The most values of a table. Index 0 stays unused, so that no number is 0.
-const MOST: usize = (1 << PLACE_BITS) - 1;
+const MOST_VALUES: usize = (1 << PLACE_BITS) - 1;
 
 pub(super) struct Table<T> {
     places: Vec<Option<Entry<T>>>,
@@ -40,7 +40,7 @@ impl<T> Table<T> {
 
     /// Adds a value, and returns its number.
     pub(super) fn insert(&mut self, value: T) -> Result<u64> {
-        if self.len() >= MOST {
+        if self.len() >= MOST_VALUES {
             return Err(Errno::NFILE);
         }
         let place = self.free.pop().unwrap_or(self.places.len() as u32);
@@ -93,7 +93,7 @@ impl<T> Table<T> {
 }
 
 fn place(number: u64) -> usize {
-    (number & MOST as u64) as usize
+    (number & MOST_VALUES as u64) as usize
 }
 
 #[cfg(test)]

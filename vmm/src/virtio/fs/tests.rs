@@ -1332,7 +1332,7 @@ fn what_cannot_be_served_is_an_error() {
     assert!(matches!(with_tag("x", &dir.path().join("file")), Err(FsError::Serve { .. })));
 }
 
-/// A guest keeps what it knows and has open, also of a container that is deleted.
+/// A guest keeps what it knows and has open, even of a container that is deleted.
 #[test]
 fn nothing_is_open_of_what_the_host_has_unmounted() {
     let body = || {

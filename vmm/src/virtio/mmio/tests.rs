@@ -442,7 +442,7 @@ fn a_device_does_not_become_another() {
 fn a_device_that_was_taken_away_is_served_until_its_driver_resets_it() {
     let (driver, _) = at_work();
     driver.transport.core().hide();
-    // Who looks for a device finds none.
+    // Whoever looks for a device finds none.
     assert_eq!(driver.read(reg::DEVICE_ID), 0);
     assert!(driver.log.ended.load(Ordering::SeqCst) == 0 && !driver.transport.core().has_no_driver());
     driver.write(reg::STATUS, 0);

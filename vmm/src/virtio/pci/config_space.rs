@@ -211,7 +211,7 @@ impl ConfigSpace {
     }
 
     /// If an access to the bytes from `at` on is one to the memory of the function (virtio 1.3, 4.1.4.9): the offset
-    /// there, and the bytes of the access. None also if they are not legal.
+    /// there, and the bytes of the access. Also None if they are not legal.
     pub(super) fn window(&self, at: usize, len: usize) -> Option<(u64, usize)> {
         let (offset, length) = (self.dword(ACCESS_OFFSET), self.dword(ACCESS_LENGTH));
         let is_legal = at == ACCESS_DATA

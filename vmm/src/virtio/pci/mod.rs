@@ -120,9 +120,10 @@ impl PciTransport {
 
     /// Reads from the configuration space at `at`: 1, 2 or 4 bytes. The caller has filled `data` with ones.
     pub fn read_config_space(&self, at: usize, data: &mut [u8]) {
-        // Who looks for a device reads these first, and finds none. A driver that has the device finds it still: Linux
-        // reads them too before it lets a device go. If there were none, it would drop the completions of the requests
-        // that are under way, and wait for them for ever (drivers/virtio/virtio_pci_common.c, virtio_pci_remove).
+        // Whoever looks for a device reads these first, and finds none. A driver that has the device finds it still:
+        // Linux reads them too before it lets a device go. If there were none, it would drop the completions of the
+        // requests that are under way, and wait for them for ever (drivers/virtio/virtio_pci_common.c,
+        // virtio_pci_remove).
         if at < 4 && self.core.is_hidden() && self.is_unused() {
             return;
         }

@@ -734,7 +734,7 @@ fn a_reset_device_sends_no_message_once_more() {
     assert_eq!(guest.sent(), [false, false]);
 }
 
-/// Linux does not reset a device whose probe has failed, also when it removes the function.
+/// Linux does not reset a device whose probe has failed, even when it removes the function.
 #[test]
 fn a_device_that_was_taken_away_while_its_driver_gave_up_is_let_go_when_the_function_is_removed() {
     let guest = Guest::new();

@@ -184,7 +184,7 @@ const LOG: &str = r#"
 "#;
 
 impl Story {
-    /// How the sending of so many messages ended.
+    /// How the sending of this many messages ended.
     async fn log(&self, id: &str, socket: &str, messages: &str) -> u32 {
         self.own().execs.add(exec(id, &["perl", "-e", LOG, socket, messages])).unwrap();
         self.own().execs.start(id).await.unwrap();

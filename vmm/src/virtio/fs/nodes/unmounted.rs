@@ -19,7 +19,7 @@ impl Nodes {
     }
 
     /// Removes the descriptors of all nodes whose mounts have a node only below `gone`, which are the nodes in the root
-    /// that the host has removed. Returns these nodes. They get no descriptor again, also not one that a request has
+    /// that the host has removed. Returns these nodes. They get no descriptor again, not even one that a request has
     /// opened before. A guest that uses a mount has a node for its root.
     pub(in crate::virtio::fs) fn close_unmounted(&mut self, gone: &HashSet<u64>) -> HashSet<u64> {
         let mounts = self.mounts_except_below(gone);
