@@ -50,6 +50,11 @@ fn of_with(sample: &Sample, name: &'static str, value: &str) -> Labels {
     labels
 }
 
+/// Whether the pod has a shim that lives, and was never up: its VMM does not answer yet.
+fn is_starting(sample: &Sample) -> bool {
+    sample.pod.state == PodState::Running && sample.start.is_none() && !sample.is_up
+}
+
 /// One number of each pod. None: it is not known, and there is no value.
 struct Each {
     name: &'static str,
@@ -61,9 +66,9 @@ struct Each {
 const EACH: [Each; 24] = [
     Each {
         name: "bulkhead_pod_up",
-        help: "Whether the shim of the pod lives and its VMM answers.",
+        help: "Whether the shim of the pod lives and its VMM answers. A pod that starts has no value.",
         kind: Kind::Gauge,
-        number: |sample| Some(sample.is_up.into()),
+        number: |sample| (!is_starting(sample)).then_some(sample.is_up.into()),
     },
     Each {
         name: "bulkhead_pod_problems",

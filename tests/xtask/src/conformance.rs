@@ -143,9 +143,10 @@ const DIFFERENCES: &[(&str, &str)] = &[
          volumes (docs/resources.md, Volumes that kubelet keeps up to date)",
     ),
     (
-        "locks of files (flock(2), fcntl(2)): not refused, but they concern the containers of the pod alone, not the host \
-         and other pods",
-        "they are the guest's; a lock on the host would need a request for each, and a wait that no signal ends",
+        "locks of files in volumes (flock(2), fcntl(2)): a process that waits for a lock of the host or of another pod \
+         looks for it again after 1 to 64 ms, and no deadlock with those is found (EDEADLK). All processes of a pod \
+         together can lock 8,192 ranges, for 1,024 pairs of a process and a file: the next lock fails with ENOLCK",
+        "the guest's kernel asks the host for each lock, and a request cannot wait (docs/architecture.md, Files)",
     ),
     (
         "one file of the host by two mounts that are kept apart: not refused, but locks, shared mappings and inotify do not \

@@ -390,10 +390,10 @@ impl Patches {
         Ok(Patches(patches))
     }
 
-    /// Changes the tree in `source`. Each patch is a unified diff of one file, whose paths begin with `a/` and `b/`.
+    /// Changes the tree in `source`. Each patch is a text and unified diffs, whose paths begin with `a/` and `b/`.
     fn apply(&self, source: &Path) -> Result<()> {
-        let apply = |text: &str| -> Result<()> {
-            let patch = diffy::Patch::from_str(text).context("it is no unified diff")?;
+        let apply = |diff: &str| -> Result<()> {
+            let patch = diffy::Patch::from_str(diff).context("it is no unified diff")?;
             let name = patch
                 .modified()
                 .and_then(|name| name.strip_prefix("b/"))
@@ -404,9 +404,20 @@ impl Patches {
             fs::write(&path, new).with_context(|| format!("cannot write {}", path.display()))
         };
         self.0.iter().try_for_each(|(path, text)| {
-            apply(text).with_context(|| format!("cannot apply {} to the kernel's source", path.display()))
+            diffs(text)
+                .into_iter()
+                .try_for_each(apply)
+                .with_context(|| format!("cannot apply {} to the kernel's source", path.display()))
         })
     }
+}
+
+/// The diffs of a patch, each of one file. The text before the first one is left out, unless there is nothing else.
+fn diffs(patch: &str) -> Vec<&str> {
+    let begins: Vec<_> = patch.match_indices("\n--- a/").map(|(index, _)| index + 1).collect();
+    let ends = begins.iter().skip(1).copied().chain([patch.len()]);
+    let diffs: Vec<_> = begins.iter().copied().zip(ends).map(|(begin, end)| &patch[begin..end]).collect();
+    if diffs.is_empty() { vec![patch] } else { diffs }
 }
 
 impl Options {
@@ -550,6 +561,16 @@ mod tests {
         fs::write(&file, "three\n").unwrap();
         let error = format!("{:#}", patches.apply(source.path()).unwrap_err());
         assert!(error.contains("one.patch") && error.contains("file.c has other lines"), "{error}");
+        // A patch may be of several files.
+        let other = diff.replace("why\n\n", "").replace("file.c", "other.c");
+        let both = Patches(vec![("both.patch".into(), format!("{diff}{other}"))]);
+        ["file.c", "other.c"]
+            .iter()
+            .for_each(|name| fs::write(source.path().join(name), "one\ntwo\n").unwrap());
+        both.apply(source.path()).unwrap();
+        for name in ["file.c", "other.c"] {
+            assert_eq!(fs::read_to_string(source.path().join(name)).unwrap(), "one\nand a half\ntwo\n");
+        }
     }
 
     #[test]
@@ -559,11 +580,13 @@ mod tests {
         assert!(ours.0.values().any(|value| value == "m") && ordinary.0.values().all(|value| value != "m"));
         assert_eq!(Source::read(Path::new(CONFIG_DIR)).unwrap().sha256.len(), 64);
         for (path, text) in Base::Nothing.patches().unwrap().0 {
-            assert!(
-                diffy::Patch::from_str(&text).is_ok_and(|patch| !patch.hunks().is_empty()),
-                "{}",
-                path.display()
-            );
+            for diff in diffs(&text) {
+                assert!(
+                    diffy::Patch::from_str(diff).is_ok_and(|patch| !patch.hunks().is_empty()),
+                    "{}",
+                    path.display()
+                );
+            }
         }
     }
 }

@@ -258,6 +258,10 @@ const FS: &[Allowed] = &[
     when(libc::SYS_pwritev2, &[is(5, libc::RWF_APPEND as u64)]),
     // FLUSH closes a duplicate of the descriptor.
     when(libc::SYS_fcntl, &[is(1, libc::F_DUPFD_CLOEXEC as u64)]),
+    // GETLK and SETLK. None of these waits: there is no F_OFD_SETLKW, and flock(2) has LOCK_NB.
+    when(libc::SYS_fcntl, &[is(1, libc::F_OFD_GETLK as u64)]),
+    when(libc::SYS_fcntl, &[is(1, libc::F_OFD_SETLK as u64)]),
+    when(libc::SYS_flock, &[has(1, libc::LOCK_NB)]),
     // FSYNC, SYNCFS, FALLOCATE, LSEEK, COPY_FILE_RANGE, STATFS.
     any(libc::SYS_fsync),
     any(libc::SYS_fdatasync),

@@ -209,6 +209,22 @@ fn numbers_have_base_units_and_the_labels_of_their_pod() {
 }
 
 #[test]
+fn a_pod_that_starts_is_not_one_that_is_down() {
+    let up = |change: fn(&mut Sample)| {
+        let mut node = node("demo");
+        change(&mut node.pods[0]);
+        let text = text(&node);
+        let line = text.lines().find(|line| line.starts_with("bulkhead_pod_up{"));
+        line.and_then(|line| line.rsplit(' ').next()).map(str::to_owned)
+    };
+    assert_eq!(up(|_| ()).as_deref(), Some("0"));
+    assert_eq!(up(|sample| sample.start = None), None);
+    assert_eq!(up(|sample| (sample.start, sample.is_up) = (None, true)).as_deref(), Some("1"));
+    let crashed = up(|sample| (sample.start, sample.pod.state) = (None, PodState::Crashed));
+    assert_eq!(crashed.as_deref(), Some("0"));
+}
+
+#[test]
 fn no_name_of_a_pod_ends_its_label() {
     let text = text(&node("a\"} 1 \\"));
     assert!(text.contains(r#"pod="a\"} 1 \\"} 0"#), "{text}");

@@ -17,6 +17,7 @@ mod docker_flags;
 mod docker_names;
 mod exec;
 mod faults;
+mod file_locks;
 mod hangs;
 mod hooks;
 mod host_sockets;
@@ -103,6 +104,7 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::new("docker_flags", docker_flags::CASES),
     Group::new("docker_names", docker_names::CASES),
     Group::new("programs", programs::CASES),
+    Group::new("file_locks", file_locks::CASES),
     Group::new("host_sockets", host_sockets::CASES),
     Group::new("nested", nested::CASES),
     Group::new("seccomp", seccomp::CASES),

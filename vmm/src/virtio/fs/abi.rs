@@ -56,6 +56,8 @@ pub(super) mod opcode {
     pub(crate) const READDIR: u32 = 28;
     pub(crate) const RELEASEDIR: u32 = 29;
     pub(crate) const FSYNCDIR: u32 = 30;
+    pub(crate) const GETLK: u32 = 31;
+    pub(crate) const SETLK: u32 = 32;
     pub(crate) const CREATE: u32 = 35;
     pub(crate) const INTERRUPT: u32 = 36;
     pub(crate) const DESTROY: u32 = 38;
@@ -74,9 +76,11 @@ pub(super) mod opcode {
 /// `fuse_init_in.flags` and `fuse_init_out.flags`.
 pub(super) mod feature {
     pub(crate) const ASYNC_READ: u32 = 1 << 0;
+    pub(crate) const POSIX_LOCKS: u32 = 1 << 1;
     pub(crate) const ATOMIC_O_TRUNC: u32 = 1 << 3;
     pub(crate) const BIG_WRITES: u32 = 1 << 5;
     pub(crate) const DONT_MASK: u32 = 1 << 6;
+    pub(crate) const FLOCK_LOCKS: u32 = 1 << 10;
     pub(crate) const AUTO_INVAL_DATA: u32 = 1 << 12;
     pub(crate) const DO_READDIRPLUS: u32 = 1 << 13;
     pub(crate) const READDIRPLUS_AUTO: u32 = 1 << 14;
@@ -93,6 +97,8 @@ pub(super) mod feature {
 /// `fuse_init_in.flags2` and `fuse_init_out.flags2`, with INIT_EXT.
 pub(super) mod further_feature {
     pub(crate) const ALLOW_IDMAP: u32 = 1 << (40 - 32);
+    /// Of our guest kernel alone: see `file_locks`.
+    pub(crate) const POLLED_LOCKS: u32 = 1 << (63 - 32);
 }
 
 /// `FUSE_GETATTR_FH`: the request has a handle.
@@ -102,6 +108,8 @@ pub(super) const WRITE_KILL_SUIDGID: u32 = 1 << 2;
 pub(super) const OPEN_KILL_SUIDGID: u32 = 1;
 /// `FUSE_SETXATTR_ACL_KILL_SGID`: clear the set-group-ID bit.
 pub(super) const SETXATTR_ACL_KILL_SGID: u32 = 1;
+/// `FUSE_LK_FLOCK`: the lock is one of flock(2).
+pub(super) const LOCK_IS_FLOCK: u32 = 1;
 /// `FUSE_FSYNC_FDATASYNC`.
 pub(super) const FSYNC_DATA: u32 = 1;
 /// `FOPEN_DIRECT_IO`: the guest reads from the file without its page cache.

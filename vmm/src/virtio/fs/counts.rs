@@ -40,6 +40,8 @@ const NAMES: &[(u32, &str)] = &[
     (opcode::READDIR, "READDIR"),
     (opcode::RELEASEDIR, "RELEASEDIR"),
     (opcode::FSYNCDIR, "FSYNCDIR"),
+    (opcode::GETLK, "GETLK"),
+    (opcode::SETLK, "SETLK"),
     (opcode::CREATE, "CREATE"),
     (opcode::INTERRUPT, "INTERRUPT"),
     (opcode::DESTROY, "DESTROY"),

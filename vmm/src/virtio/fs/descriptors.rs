@@ -1,6 +1,6 @@
 //! Descriptors that are kept open for later use, up to a limit.
 
-use std::{collections::HashMap, os::fd::OwnedFd, sync::Arc};
+use std::{any::Any, collections::HashMap, os::fd::OwnedFd, sync::Arc};
 
 /// A limited number of descriptors, each with a number. If there are too many, one that was not used recently is
 /// removed (clock algorithm). Removed descriptors are returned, so that the caller decides when they are closed.
@@ -16,7 +16,8 @@ pub(super) struct Descriptors {
 pub(super) struct Unused {
     /// The device number of the file system.
     pub(super) device: u64,
-    pub(super) _fd: Arc<OwnedFd>,
+    /// A descriptor, or what has one.
+    pub(super) _kept: Arc<dyn Any + Send + Sync>,
 }
 
 struct Kept {
@@ -43,7 +44,7 @@ impl Descriptors {
     /// If there is one with this number already, that one stays: two threads may have opened the same file.
     pub(super) fn insert(&mut self, number: u64, device: u64, fd: Arc<OwnedFd>) -> Option<Unused> {
         if self.places.contains_key(&number) {
-            return Some(Unused { device, _fd: fd });
+            return Some(Unused { device, _kept: fd });
         }
         let new = Kept { number, device, fd, is_used: false };
         if self.kept.len() < self.most {
@@ -61,7 +62,7 @@ impl Descriptors {
         self.places.remove(&self.kept[self.hand].number);
         self.places.insert(number, self.hand);
         let Kept { device, fd, .. } = std::mem::replace(&mut self.kept[self.hand], new);
-        Some(Unused { device, _fd: fd })
+        Some(Unused { device, _kept: fd })
     }
 
     pub(super) fn remove(&mut self, number: u64) -> Option<Unused> {
@@ -70,12 +71,12 @@ impl Descriptors {
         if let Some(moved) = self.kept.get(place) {
             self.places.insert(moved.number, place);
         }
-        Some(Unused { device: removed.device, _fd: removed.fd })
+        Some(Unused { device: removed.device, _kept: removed.fd })
     }
 
     /// All descriptors.
     pub(super) fn into_unused(self) -> impl Iterator<Item = Unused> {
-        self.kept.into_iter().map(|Kept { device, fd, .. }| Unused { device, _fd: fd })
+        self.kept.into_iter().map(|Kept { device, fd, .. }| Unused { device, _kept: fd })
     }
 }
 

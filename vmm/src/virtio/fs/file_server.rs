@@ -24,6 +24,7 @@ use super::{
     },
     counts::Counts,
     descriptors::Unused,
+    file_locks::{self, Locks},
     file_stat::{FileStat, stat_at},
     handles::{self, Handles},
     listings::{self, Listings},
@@ -59,6 +60,9 @@ const FEATURES_OF_SHARED: u32 = feature::ATOMIC_O_TRUNC | feature::AUTO_INVAL_DA
 /// Those that came later. With ALLOW_IDMAP, only the requests that create files name a user and a group: those whom the
 /// files are to belong to, after the guest has mapped the ids of the mount.
 const FURTHER_FEATURES: u32 = further_feature::ALLOW_IDMAP;
+/// The features of locks that hold outside of the guest. Only our guest kernel asks for POLLED_LOCKS. Without that it
+/// would wait for a lock in a request, and not say when a lock ends.
+const LOCKS: u32 = feature::POSIX_LOCKS | feature::FLOCK_LOCKS;
 /// Pages of the data of a request (`max_pages`).
 const MAX_PAGES: u16 = 256;
 /// Bytes of the data of a request (`max_write`). A longer request is an error. Otherwise a guest, whose buffers may
@@ -78,6 +82,7 @@ pub(super) struct Limits {
     pub(super) nodes: nodes::Limits,
     pub(super) handles: handles::Limits,
     pub(super) listings: listings::Limits,
+    pub(super) locks: file_locks::Limits,
 }
 
 impl Limits {
@@ -98,6 +103,8 @@ impl Limits {
             handles: handles::Limits { handles: 1 << 18, files: opened },
             // An exclusive share has no handles.
             listings: listings::Limits { listings: opened, bytes: 4 << 20 },
+            // An exclusive share has no locks.
+            locks: file_locks::Limits { owners: 1024.min(files / 16), ranges: 1 << 13 },
         }
     }
 }
@@ -123,6 +130,7 @@ pub(super) struct Tables {
     pub(super) nodes: Nodes,
     pub(super) handles: Handles,
     pub(super) listings: Listings,
+    pub(super) locks: Locks,
 }
 
 /// The locked tables. Make no system call on a file while this exists: it would block the other threads if the file
@@ -236,13 +244,13 @@ impl Tables {
     fn new(root: Arc<OwnedFd>, stat: &FileStat, limits: Limits, is_exclusive: bool) -> Result<Self> {
         let nodes = Nodes::new(root, stat, limits.nodes, is_exclusive)?;
         let (handles, listings) = (Handles::new(limits.handles), Listings::new(limits.listings));
-        Ok(Self { nodes, handles, listings })
+        Ok(Self { nodes, handles, listings, locks: Locks::new(limits.locks) })
     }
 
     /// All descriptors of the tables.
     fn into_unused(self) -> impl Iterator<Item = Unused> {
         let handles = self.handles.into_unused().chain(self.listings.into_unused());
-        self.nodes.into_unused().chain(handles)
+        self.nodes.into_unused().chain(handles).chain(self.locks.into_unused())
     }
 
     /// Removes all descriptors of files in mounts that are reached by nodes of `gone` only, which are in the root.
@@ -250,6 +258,7 @@ impl Tables {
         let closed = self.nodes.close_unmounted(gone);
         self.handles.close(&closed);
         self.listings.close(&closed);
+        self.locks.close(&closed);
     }
 
     /// Keeps the descriptor of a handle that was opened with `flags`. ESTALE: the file was unmounted meanwhile.
@@ -292,6 +301,7 @@ impl Drop for LockedTables<'_> {
         let mut unused = self.tables.nodes.take_unused();
         unused.extend(self.tables.handles.take_unused());
         unused.extend(self.tables.listings.take_unused());
+        unused.extend(self.tables.locks.take_unused());
         if !unused.is_empty() {
             lock(self.unused).extend(unused);
         }
@@ -402,7 +412,9 @@ impl Server {
             opcode::LSEEK => self.seek(request),
             opcode::COPY_FILE_RANGE => self.copy_range(request),
             opcode::IOCTL => self.control_inode(request),
-            // The driver handles these itself: locks and access(2).
+            opcode::GETLK if !self.shared.is_exclusive => self.get_lock(request),
+            opcode::SETLK if !self.shared.is_exclusive => self.set_lock(request),
+            // The driver handles access(2) itself, and locks in an exclusive share.
             _ => Err(Errno::NOSYS),
         }
     }
@@ -531,9 +543,15 @@ fn init(mut args: Args, is_exclusive: bool) -> Result<Answer> {
         return Err(Errno::PROTO);
     }
     let further = if wanted & feature::INIT_EXT != 0 { args.u32()? } else { 0 };
-    let offered = if is_exclusive { FEATURES } else { FEATURES | FEATURES_OF_SHARED };
+    let (offered, offered_further) = match is_exclusive {
+        true => (FEATURES, FURTHER_FEATURES),
+        false if further & further_feature::POLLED_LOCKS != 0 => {
+            (FEATURES | FEATURES_OF_SHARED | LOCKS, FURTHER_FEATURES | further_feature::POLLED_LOCKS)
+        }
+        false => (FEATURES | FEATURES_OF_SHARED, FURTHER_FEATURES),
+    };
     let body = body.u32(max_readahead).u32(offered & wanted).u16(MAX_BACKGROUND).u16(CONGESTED);
     // `time_gran` is 1 nanosecond.
     let body = body.u32(LONGEST_DATA as u32).u32(1).u16(MAX_PAGES).zeros(2);
-    Ok(body.u32(FURTHER_FEATURES & further).zeros(28).into())
+    Ok(body.u32(offered_further & further).zeros(28).into())
 }

@@ -245,7 +245,7 @@ impl Listings {
 
     /// All descriptors of the table.
     pub(super) fn into_unused(self) -> impl Iterator<Item = Unused> {
-        let directory = |kept: Kept| Some(Unused { device: kept.device, _fd: kept.directory? });
+        let directory = |kept: Kept| Some(Unused { device: kept.device, _kept: kept.directory? });
         self.unused.into_iter().chain(self.kept.into_values().filter_map(directory))
     }
 
@@ -295,7 +295,7 @@ impl Listings {
         if state.is_complete
             && let Some(directory) = kept.directory.take()
         {
-            self.unused.push(Unused { device, _fd: directory });
+            self.unused.push(Unused { device, _kept: directory });
         }
         while self.bytes > self.limits.bytes && self.evict(number) {}
     }
@@ -323,7 +323,7 @@ impl Listings {
     fn remove(&mut self, number: u32) {
         let Some(Kept { node, device, directory, bytes, .. }) = self.kept.remove(&number) else { return };
         self.bytes -= bytes;
-        self.unused.extend(directory.map(|fd| Unused { device, _fd: fd }));
+        self.unused.extend(directory.map(|fd| Unused { device, _kept: fd }));
         if self.current.get(&node) == Some(&number) {
             self.current.remove(&node);
         }

@@ -45,6 +45,7 @@ mod counts;
 mod descriptors;
 mod directory_entries;
 mod extended_attributes;
+mod file_locks;
 mod file_server;
 mod file_stat;
 mod handles;

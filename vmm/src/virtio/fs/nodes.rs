@@ -193,7 +193,7 @@ impl Nodes {
 
     /// All descriptors of the table.
     pub(super) fn into_unused(self) -> impl Iterator<Item = Unused> {
-        let anchor = |node: Node| Some(Unused { device: node.id.device, _fd: node.anchor? });
+        let anchor = |node: Node| Some(Unused { device: node.id.device, _kept: node.anchor? });
         let descriptors = self.paths.into_unused().chain(self.files.into_unused());
         descriptors.chain(self.unused).chain(self.table.into_values().filter_map(anchor))
     }
@@ -253,7 +253,7 @@ impl Nodes {
     pub(super) fn found_nameless(&mut self, parent: u64, stat: &FileStat, anchor: OwnedFd) -> Result<u64> {
         let anchor = Arc::new(anchor);
         // If there is an error, the descriptor is closed without the lock.
-        self.unused.push(Unused { device: device_of(stat), _fd: anchor.clone() });
+        self.unused.push(Unused { device: device_of(stat), _kept: anchor.clone() });
         self.node(parent)?;
         if self.anchors >= self.limits.anchors {
             return Err(Errno::NFILE);
@@ -332,7 +332,7 @@ impl Nodes {
         let device = node.id.device;
         // The mount in which a socket or a FIFO was found may no longer be in use. Then the host may want to detach it.
         if is_socket_or_fifo(node.kind) {
-            self.unused.push(Unused { device, _fd: fd });
+            self.unused.push(Unused { device, _kept: fd });
         } else {
             self.unused.extend(self.paths.insert(number, device, fd));
         }
@@ -475,7 +475,7 @@ impl Nodes {
         if anchor.is_some() {
             self.anchors -= 1;
         }
-        self.unused.extend(anchor.map(|fd| Unused { device, _fd: fd }));
+        self.unused.extend(anchor.map(|fd| Unused { device, _kept: fd }));
     }
 
     /// A node has left `place`.
@@ -534,7 +534,7 @@ impl Nodes {
     ) -> Result<Option<Held>> {
         let fd = Arc::new(fd);
         // If the descriptor does not become an anchor, it is closed without the lock too.
-        self.unused.push(Unused { device: device_of(stat), _fd: fd.clone() });
+        self.unused.push(Unused { device: device_of(stat), _kept: fd.clone() });
         let Some(number) = self.known(stat) else { return Ok(None) };
         let (is_full, is_exclusive) = (self.anchors >= self.limits.anchors, self.is_exclusive);
         let node = self.node(number)?;

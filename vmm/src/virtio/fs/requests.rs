@@ -433,6 +433,8 @@ fn writes_to_disk(header: &Header, args: &Buffers) -> bool {
         opcode::FSYNC | opcode::FSYNCDIR | opcode::FALLOCATE | opcode::COPY_FILE_RANGE => true,
         // It closes a descriptor, and NFS then writes to its server what was written to the file.
         opcode::FLUSH => true,
+        // NFS does that before it unlocks a file.
+        opcode::SETLK => true,
         // The file is open with O_SYNC or O_DSYNC, or the write itself has RWF_DSYNC.
         opcode::WRITE => args.peek_array::<WRITE_IN>().is_some_and(|args| {
             let mut args = Args::new(&args);
@@ -651,7 +653,7 @@ mod tests {
         let (hung, other) = (1, 2);
         let unused = |device| {
             let (reader, writer) = std::io::pipe().unwrap();
-            shared.add_unused([Unused { device, _fd: Arc::new(writer.into()) }]);
+            shared.add_unused([Unused { device, _kept: Arc::new(writer) }]);
             reader
         };
         // All that the file system may have wait for it.
@@ -674,7 +676,7 @@ mod tests {
         let queues = RequestQueues::new(memory, Vec::new(), 8, unmounted());
         let (hung, other) = (1, 2);
         fill(&mut lock(&queues.load), hung, 8);
-        let unused = |device| Unused { device, _fd: root.clone() };
+        let unused = |device| Unused { device, _kept: root.clone() };
         shared.add_unused((0..5000).map(|_| unused(hung)));
         assert!(!queues.close_one(&shared));
         // The leader leaves what can be closed to the thread that it has been, and another thread leads.

@@ -39,6 +39,7 @@ mod exclusive;
 mod extended_attributes;
 mod inode_flags;
 mod listings;
+mod locks;
 mod sockets_and_fifos;
 mod sync;
 
@@ -127,7 +128,10 @@ impl Guest {
         }
         assert_eq!(answer.len(), 64);
         let further = u32::from_le_bytes(answer[32..36].try_into().unwrap());
-        assert_eq!(further, further_feature::ALLOW_IDMAP);
+        let locks = if self.device.is_exclusive { 0 } else { further_feature::POLLED_LOCKS };
+        assert_eq!(further, further_feature::ALLOW_IDMAP | locks);
+        let both = feature::POSIX_LOCKS | feature::FLOCK_LOCKS;
+        assert_eq!(flags & both, if locks == 0 { 0 } else { both });
     }
 
     fn header(&mut self, opcode: u32, node: u64, len: usize, uid: u32) -> Vec<u8> {
@@ -248,6 +252,7 @@ fn few() -> Limits {
         nodes: nodes::Limits { idle: 64, open: 100, paths: 4, files: 8, anchors: 8 },
         handles: handles::Limits { handles: 200, files: 8 },
         listings: crate::virtio::fs::listings::Limits { listings: 8, bytes: 1 << 18 },
+        locks: file_locks::Limits { owners: 4, ranges: 10 },
     }
 }
 

@@ -1,0 +1,225 @@
+//! Locks of files in volumes: they hold between containers of different pods, and between those and the host.
+
+use std::fs;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::Result;
+use tempfile::TempDir;
+
+use super::Case;
+use super::programs::{HostCopy, on_disk};
+use crate::command::{Cmd, Running};
+use crate::ctr::{Host, Task};
+
+pub(super) const CASES: &[Case] = &[
+    Case::both("a_lock_excludes_other_pods_and_the_host", excludes),
+    Case::both("who_waits_for_a_lock_gets_it_or_can_be_killed", waits),
+    Case::both("a_lock_ends_with_its_file_its_process_and_its_container", ends),
+    Case::both("two_pods_and_the_host_write_to_one_sqlite_database", sqlite),
+];
+
+const LOCKER: &str = include_str!("file_locker.py");
+/// The ways to lock a file or a directory, as the program names them.
+const KINDS: [&str; 4] = ["process", "open-file", "flock", "directory"];
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// A directory of the host that two containers have as a volume, at /v. For a container of ctr each has a VM.
+struct Places<'h> {
+    host: &'h Host,
+    containers: Vec<Task<'h>>,
+    volume: TempDir,
+    _copy: HostCopy,
+}
+
+impl<'h> Places<'h> {
+    fn make(host: &'h Host) -> Result<Self> {
+        let (copy, volume) = (HostCopy::mount()?, on_disk()?);
+        copy.write("srv/locker.py", LOCKER)?;
+        fs::write(volume.path().join("file"), "text")?;
+        let start = || {
+            let container = copy.as_root_of(host.container()).bind(volume.path(), "/v", "rbind:rw");
+            container.detach(&["sleep", "1000"])
+        };
+        Ok(Self { host, containers: vec![start()?, start()?], volume, _copy: copy })
+    }
+
+    fn at(&self, name: &str) -> PathBuf {
+        self.volume.path().join(name)
+    }
+
+    /// The program in a container.
+    fn locker(&self, container: usize, name: &str) -> Result<Locker> {
+        let command = ["python3", "/srv/locker.py", "/v/file"];
+        Locker::of(self.containers[container].start_exec(name, &command)?)
+    }
+
+    fn on_host(&self) -> Result<Locker> {
+        let file = self.at("file").display().to_string();
+        let limit = self.host.patience(LIMIT);
+        Locker::of(Cmd::new("python3").args(["-c", LOCKER, &file]).limit(limit).start()?)
+    }
+
+    fn remove(self) -> Result<()> {
+        self.containers.into_iter().try_for_each(Task::dies)
+    }
+}
+
+/// The program that locks, which answers each line.
+struct Locker {
+    running: Running,
+    asked: u32,
+}
+
+impl Locker {
+    fn of(running: Running) -> Result<Self> {
+        running.wait_for("ready\n")?;
+        Ok(Self { running, asked: 0 })
+    }
+
+    fn begin(&mut self, kind: &str, what: &str) -> Result<()> {
+        self.asked += 1;
+        self.running.write(format!("{} {kind} {what}\n", self.asked).as_bytes())
+    }
+
+    fn answers(&self, answer: &str) -> Result<()> {
+        self.running.wait_for(&format!("\n{} {answer}\n", self.asked))
+    }
+
+    /// Has it do something, and expects this answer.
+    fn does(&mut self, kind: &str, what: &str, answer: &str) -> Result<()> {
+        self.begin(kind, what)?;
+        self.answers(answer)
+    }
+}
+
+fn excludes(host: &Host) -> Result<()> {
+    let places = Places::make(host)?;
+    let (mut one, mut other) = (places.locker(0, "one")?, places.locker(1, "other")?);
+    let mut outside = places.on_host()?;
+    for kind in KINDS {
+        one.does(kind, "write", "done")?;
+        other.does(kind, "write", "busy")?;
+        other.does(kind, "read", "busy")?;
+        outside.does(kind, "read", "busy")?;
+        one.does(kind, "end", "done")?;
+        outside.does(kind, "write", "done")?;
+        one.does(kind, "write", "busy")?;
+        other.does(kind, "read", "busy")?;
+        outside.does(kind, "end", "done")?;
+        // Readers share it. One of them cannot write as long as others read.
+        one.does(kind, "read", "done")?;
+        other.does(kind, "read", "done")?;
+        outside.does(kind, "write", "busy")?;
+        if ["process", "open-file"].contains(&kind) {
+            one.does(kind, "write", "busy")?;
+            other.does(kind, "end", "done")?;
+            // It reads as before, although it could not write.
+            outside.does(kind, "write", "busy")?;
+            one.does(kind, "write", "done")?;
+            other.does(kind, "read", "busy")?;
+            let pid = if kind == "process" { 0 } else { -1 };
+            other.does(kind, "who", &format!("1 from 10 for 20 by {pid}"))?;
+            one.does(kind, "who", "nobody")?;
+            one.does(kind, "read", "done")?;
+            other.does(kind, "read", "done")?;
+        }
+        one.does(kind, "end", "done")?;
+        other.does(kind, "end", "done")?;
+    }
+    places.remove()
+}
+
+fn waits(host: &Host) -> Result<()> {
+    let places = Places::make(host)?;
+    let (mut one, mut other) = (places.locker(0, "one")?, places.locker(1, "other")?);
+    let mut outside = places.on_host()?;
+    for kind in KINDS {
+        outside.does(kind, "write", "done")?;
+        one.begin(kind, "write-wait")?;
+        other.begin(kind, "read-wait")?;
+        outside.does(kind, "end", "done")?;
+        // Both get it, one after the other.
+        one.answers("done")?;
+        one.does(kind, "end", "done")?;
+        other.answers("done")?;
+        other.does(kind, "end", "done")?;
+    }
+    outside.does("flock", "write", "done")?;
+    one.begin("flock", "write-wait")?;
+    places.containers[0].exec(&["pkill", "-9", "python3"])?.succeeds()?;
+    one.running.finish()?.exits(137)?;
+    places.remove()
+}
+
+fn ends(host: &Host) -> Result<()> {
+    let mut places = Places::make(host)?;
+    let mut outside = places.on_host()?;
+    let mut other = places.locker(1, "other")?;
+    for kind in KINDS {
+        other.does(kind, "write", "done")?;
+        other.does(kind, "close", "done")?;
+        // A process loses its locks of a file as soon as it closes that file anywhere.
+        let answer = if kind == "process" { "done" } else { "busy" };
+        outside.does(kind, "write", answer)?;
+        outside.does(kind, "end", "done")?;
+    }
+    places.containers[1].exec(&["pkill", "-9", "python3"])?.succeeds()?;
+    other.running.finish()?.exits(137)?;
+    for kind in KINDS {
+        outside.does(kind, "write", "done")?;
+        outside.does(kind, "end", "done")?;
+    }
+    let mut one = places.locker(0, "one")?;
+    for kind in KINDS {
+        one.does(kind, "write", "done")?;
+        outside.does(kind, "write", "busy")?;
+    }
+    places.containers.remove(0).dies()?;
+    for kind in KINDS {
+        outside.does(kind, "write", "done")?;
+    }
+    places.remove()
+}
+
+/// Adds rows, each in a transaction of its own, to which the number of rows before belongs.
+const ADD: &str = r#"
+import sqlite3, sys
+database = sqlite3.connect(sys.argv[1], timeout=1000, isolation_level=None)
+for _ in range(int(sys.argv[2])):
+    database.execute("BEGIN IMMEDIATE")
+    (count,) = database.execute("SELECT count(*) FROM rows").fetchone()
+    database.execute("INSERT INTO rows VALUES (?)", (count,))
+    database.execute("COMMIT")
+"#;
+const SUM: &str = r#"
+import sqlite3, sys
+database = sqlite3.connect(sys.argv[1])
+print(*database.execute("PRAGMA integrity_check").fetchone(), end=" ")
+print(*database.execute("SELECT count(*), count(DISTINCT number), max(number) FROM rows").fetchone())
+"#;
+
+fn sqlite(host: &Host) -> Result<()> {
+    const ROWS: u32 = 15;
+    let places = Places::make(host)?;
+    let database = places.at("database").display().to_string();
+    let on_host = |script: &str, path: &str| {
+        let rows = ROWS.to_string();
+        Cmd::new("python3").args(["-c", script, path, &rows]).limit(host.patience(LIMIT)).start()
+    };
+    let make =
+        "import sqlite3, sys; sqlite3.connect(sys.argv[1]).execute('CREATE TABLE rows (number INTEGER)')";
+    on_host(make, &database)?.finish()?.succeeds()?;
+    let rows = ROWS.to_string();
+    let add = ["python3", "-c", ADD, "/v/database", &rows];
+    let mut adding = vec![on_host(ADD, &database)?];
+    for (task, name) in places.containers.iter().zip(["one", "other"]) {
+        adding.push(task.start_exec(name, &add)?);
+    }
+    for mut one in adding {
+        one.finish()?.succeeds()?;
+    }
+    let all = 3 * ROWS;
+    on_host(SUM, &database)?.finish()?.succeeds()?.prints(&format!("ok {all} {all} {}\n", all - 1))?;
+    places.remove()
+}
