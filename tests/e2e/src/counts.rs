@@ -157,8 +157,8 @@ pub(crate) fn count(host: &Host, rounds: u32) -> Result<Costs> {
     Ok(costs)
 }
 
-/// Fails if a number of a row has grown by a fifth against the committed numbers. What has grown is counted anew in more
-/// rounds before it counts.
+/// Fails if a number of a row has grown by a fifth against the committed numbers. What has grown is counted anew, in
+/// more rounds, before it counts.
 pub(crate) fn compare(host: &Host) -> Result<()> {
     let committed: Costs = serde_json::from_str(COMMITTED).context("the committed numbers")?;
     let place = Place::make()?;

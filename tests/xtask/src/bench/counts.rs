@@ -36,8 +36,8 @@ const INTRODUCTION: &str = "\
 # What a unit of work costs
 
 Written by `cargo xtask bench counts`, not by hand. These are counts, not times. A number belongs to one unit of work
-in a container that runs already. It is the smallest number of several rounds. A row does its work several times, and
-what it costs to do it zero times is subtracted.
+in a container that runs already. A row does its work several times, in several rounds, and the round with the smallest
+number counts. What it costs to do nothing, again in the best of several rounds, is subtracted.
 
 The container's root is a snapshot of an image, as containerd and Kubernetes give it. One row is about a bind mount. Two
 are about a root that is a directory of the host, as docker gives it, with and without `exclusive_roots`

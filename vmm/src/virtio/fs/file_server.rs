@@ -24,10 +24,10 @@ use super::{
     },
     counts::Counts,
     descriptors::Unused,
-    file_locks::{self, Locks},
     file_stat::{FileStat, stat_at},
     handles::{self, Handles},
     listings::{self, Listings},
+    lock_owners::{self, Locks},
     nodes::{self, Nodes},
 };
 use crate::{
@@ -82,7 +82,7 @@ pub(super) struct Limits {
     pub(super) nodes: nodes::Limits,
     pub(super) handles: handles::Limits,
     pub(super) listings: listings::Limits,
-    pub(super) locks: file_locks::Limits,
+    pub(super) locks: lock_owners::Limits,
 }
 
 impl Limits {
@@ -104,7 +104,7 @@ impl Limits {
             // An exclusive share has no handles.
             listings: listings::Limits { listings: opened, bytes: 4 << 20 },
             // An exclusive share has no locks.
-            locks: file_locks::Limits { owners: 1024.min(files / 16), ranges: 1 << 13 },
+            locks: lock_owners::Limits { owners: 1024.min(files / 16), ranges: 1 << 13 },
         }
     }
 }

@@ -54,6 +54,7 @@ mod inode_flags;
 #[allow(unsafe_code)]
 mod inode_ioctls;
 mod listings;
+mod lock_owners;
 mod nodes;
 mod open_files;
 mod paths;

@@ -252,7 +252,7 @@ fn few() -> Limits {
         nodes: nodes::Limits { idle: 64, open: 100, paths: 4, files: 8, anchors: 8 },
         handles: handles::Limits { handles: 200, files: 8 },
         listings: crate::virtio::fs::listings::Limits { listings: 8, bytes: 1 << 18 },
-        locks: file_locks::Limits { owners: 4, ranges: 10 },
+        locks: lock_owners::Limits { owners: 4, ranges: 10 },
     }
 }
 
