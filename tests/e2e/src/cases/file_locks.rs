@@ -4,7 +4,7 @@ use std::fs;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use tempfile::TempDir;
 
 use super::Case;
@@ -16,6 +16,8 @@ pub(super) const CASES: &[Case] = &[
     Case::both("a_lock_excludes_other_pods_and_the_host", excludes),
     Case::both("who_waits_for_a_lock_gets_it_or_can_be_killed", waits),
     Case::both("a_lock_ends_with_its_file_its_process_and_its_container", ends),
+    Case::both("what_cannot_be_changed_and_what_threads_close_leaves_no_lock", leaves_none),
+    Case::both("who_has_a_lock_sees_what_others_did_before", counters),
     Case::both("two_pods_and_the_host_write_to_one_sqlite_database", sqlite),
 ];
 
@@ -58,6 +60,19 @@ impl<'h> Places<'h> {
         let file = self.at("file").display().to_string();
         let limit = self.host.patience(LIMIT);
         Locker::of(Cmd::new("python3").args(["-c", LOCKER, &file]).limit(limit).start()?)
+    }
+
+    /// Runs a program in both containers and on the host at the same time. Its arguments are a path below the volume
+    /// and a number.
+    fn all_run(&self, program: &str, below: &str, number: u32) -> Result<()> {
+        let (number, on_host) = (number.to_string(), format!("{}{below}", self.volume.path().display()));
+        let limit = self.host.patience(LIMIT);
+        let mut all =
+            vec![Cmd::new("python3").args(["-c", program, &on_host, &number]).limit(limit).start()?];
+        for (task, name) in self.containers.iter().zip(["one", "other"]) {
+            all.push(task.start_exec(name, &["python3", "-c", program, &format!("/v{below}"), &number])?);
+        }
+        all.iter_mut().try_for_each(|running| running.finish()?.succeeds().map(drop))
     }
 
     fn remove(self) -> Result<()> {
@@ -182,6 +197,83 @@ fn ends(host: &Host) -> Result<()> {
     places.remove()
 }
 
+/// One thread locks, and another one closes the file, which ends the locks of the process.
+const THREADS: &str = r#"
+import fcntl, os, threading
+def lock():
+    file = os.open("/v/file", os.O_RDWR)
+    for _ in range(100):
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        fcntl.lockf(file, fcntl.LOCK_UN)
+def close():
+    for _ in range(100):
+        os.close(os.open("/v/file", os.O_RDONLY))
+threads = [threading.Thread(target=target) for target in (lock, close, lock, close)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+"#;
+
+fn leaves_none(host: &Host) -> Result<()> {
+    let places = Places::make(host)?;
+    let (mut one, mut twin) = (places.locker(0, "one")?, places.locker(0, "twin")?);
+    let mut outside = places.on_host()?;
+    for kind in KINDS {
+        one.does(kind, "read", "done")?;
+        twin.does(kind, "read", "done")?;
+        one.does(kind, "write", "busy")?;
+        twin.does(kind, "end", "done")?;
+        // flock(2) has given up what it could not change.
+        let is_range = ["process", "open-file"].contains(&kind);
+        outside.does(kind, "write", if is_range { "busy" } else { "done" })?;
+        outside.does(kind, "end", "done")?;
+        one.does(kind, "end", "done")?;
+        outside.does(kind, "write", "done")?;
+        outside.does(kind, "end", "done")?;
+    }
+    places.containers[0].exec(&["python3", "-c", THREADS])?.succeeds()?;
+    outside.does("process", "write", "done")?;
+    places.remove()
+}
+
+/// Adds one to numbers in files, with a lock: in place, and in a new file of the same name.
+const COUNT: &str = r#"
+import fcntl, os, sys
+directory, rounds = sys.argv[1], int(sys.argv[2])
+lock = os.open(directory + "/file", os.O_RDWR)
+for _ in range(rounds):
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    with open(directory + "/in-place", "r+") as file:
+        number = int(file.read())
+        file.seek(0)
+        file.write(f"{number + 1:08}")
+    number = int(open(directory + "/renamed").read())
+    new = directory + "/new"
+    assert not os.path.exists(new)
+    with open(new, "x") as file:
+        file.write(f"{number + 1:08}")
+    os.rename(new, directory + "/renamed")
+    fcntl.flock(lock, fcntl.LOCK_UN)
+    os.pread(lock, 8, 0)
+    fcntl.lockf(lock, fcntl.LOCK_EX)
+    os.pwrite(lock, b"%08d" % (int(os.pread(lock, 8, 0)) + 1), 0)
+    fcntl.lockf(lock, fcntl.LOCK_UN)
+"#;
+
+fn counters(host: &Host) -> Result<()> {
+    const ROUNDS: u32 = 40;
+    const NAMES: [&str; 3] = ["file", "in-place", "renamed"];
+    let places = Places::make(host)?;
+    NAMES.iter().try_for_each(|name| fs::write(places.at(name), "00000000"))?;
+    places.all_run(COUNT, "", ROUNDS)?;
+    for name in NAMES {
+        let (expected, came) = (format!("{:08}", 3 * ROUNDS), fs::read_to_string(places.at(name))?);
+        ensure!(came == expected, "expected  {expected} in {name}\ncame      {came}");
+    }
+    places.remove()
+}
+
+const MAKE: &str =
+    "import sqlite3, sys; sqlite3.connect(sys.argv[1]).execute('CREATE TABLE rows (number INTEGER)')";
 /// Adds rows, each in a transaction of its own, to which the number of rows before belongs.
 const ADD: &str = r#"
 import sqlite3, sys
@@ -203,23 +295,10 @@ fn sqlite(host: &Host) -> Result<()> {
     const ROWS: u32 = 15;
     let places = Places::make(host)?;
     let database = places.at("database").display().to_string();
-    let on_host = |script: &str, path: &str| {
-        let rows = ROWS.to_string();
-        Cmd::new("python3").args(["-c", script, path, &rows]).limit(host.patience(LIMIT)).start()
-    };
-    let make =
-        "import sqlite3, sys; sqlite3.connect(sys.argv[1]).execute('CREATE TABLE rows (number INTEGER)')";
-    on_host(make, &database)?.finish()?.succeeds()?;
-    let rows = ROWS.to_string();
-    let add = ["python3", "-c", ADD, "/v/database", &rows];
-    let mut adding = vec![on_host(ADD, &database)?];
-    for (task, name) in places.containers.iter().zip(["one", "other"]) {
-        adding.push(task.start_exec(name, &add)?);
-    }
-    for mut one in adding {
-        one.finish()?.succeeds()?;
-    }
+    let on_host = |script: &str| Cmd::new("python3").args(["-c", script, &database]).run();
+    on_host(MAKE)?.succeeds()?;
+    places.all_run(ADD, "/database", ROWS)?;
     let all = 3 * ROWS;
-    on_host(SUM, &database)?.finish()?.succeeds()?.prints(&format!("ok {all} {all} {}\n", all - 1))?;
+    on_host(SUM)?.succeeds()?.prints(&format!("ok {all} {all} {}\n", all - 1))?;
     places.remove()
 }

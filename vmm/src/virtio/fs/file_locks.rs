@@ -74,6 +74,9 @@ impl Server {
     }
 
     fn change(&mut self, wanted: &Wanted, locked: &mut Locked) -> Result<()> {
+        if locked.is_split_by(wanted) && !self.tables().locks.has_room(1) {
+            return Err(Errno::NOLCK);
+        }
         let writes = wanted.kind == Some(Kind::Write) && !wanted.owner.is_flock;
         if wanted.kind.is_some() && (locked.file.is_none() || writes && !locked.is_writable) {
             self.open_to_lock(wanted.owner, locked, writes)?;

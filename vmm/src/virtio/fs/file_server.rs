@@ -258,7 +258,9 @@ impl Tables {
         let closed = self.nodes.close_unmounted(gone);
         self.handles.close(&closed);
         self.listings.close(&closed);
-        self.locks.close(&closed);
+        // A hostile guest may have forgotten a node that it has locked.
+        let nodes = &self.nodes;
+        self.locks.close(|number| closed.contains(&number) || nodes.device(number).is_none());
     }
 
     /// Keeps the descriptor of a handle that was opened with `flags`. ESTALE: the file was unmounted meanwhile.

@@ -5,7 +5,7 @@
 //! locks to nobody, so their number is limited.
 
 use std::{
-    collections::{HashMap, HashSet},
+    collections::HashMap,
     os::fd::{AsFd, OwnedFd},
     sync::{Arc, Mutex},
 };
@@ -96,11 +96,15 @@ impl Locks {
         entries.map(|Entry { device, locked, .. }| Unused { device, _kept: locked }).chain(self.unused)
     }
 
-    /// Removes all locks of these nodes.
-    pub(super) fn close(&mut self, nodes: &HashSet<u64>) {
-        let owners: Vec<_> =
-            self.owners.keys().filter(|owner| nodes.contains(&owner.node)).copied().collect();
+    /// Removes all locks of nodes of which `is_gone` says so.
+    pub(super) fn close(&mut self, is_gone: impl Fn(u64) -> bool) {
+        let owners: Vec<_> = self.owners.keys().filter(|owner| is_gone(owner.node)).copied().collect();
         owners.into_iter().for_each(|owner| self.remove(owner));
+    }
+
+    /// Whether there may be so many ranges more.
+    pub(super) fn has_room(&self, ranges: usize) -> bool {
+        self.ranges + ranges <= self.limits.ranges
     }
 
     pub(super) fn get(&self, owner: Owner) -> Option<Arc<Mutex<Locked>>> {
@@ -110,7 +114,7 @@ impl Locks {
     /// The locks of an owner who wants another one, on the file system `device`. ENOLCK: there are too many.
     pub(super) fn add(&mut self, owner: Owner, device: u64) -> Result<Arc<Mutex<Locked>>> {
         // A lock in the middle of a range of the other kind makes three of one.
-        if self.ranges + 2 > self.limits.ranges {
+        if !self.has_room(2) {
             return Err(Errno::NOLCK);
         }
         if let Some(locked) = self.get(owner) {
@@ -126,7 +130,7 @@ impl Locks {
 
     /// Counts the ranges of an owner after a change, and forgets an owner without any.
     pub(super) fn changed(&mut self, owner: Owner, of: &Arc<Mutex<Locked>>, locked: &mut Locked) {
-        let ranges = locked.ranges.iter().count();
+        let ranges = locked.ranges.len();
         match self.owners.get_mut(&owner) {
             // The file was unmounted, or the driver was reset, meanwhile.
             Some(entry) if !Arc::ptr_eq(&entry.locked, of) => return,
@@ -217,6 +221,13 @@ impl Wanted {
 }
 
 impl Locked {
+    /// Whether the end of a lock makes two ranges of one.
+    pub(super) fn is_split_by(&self, wanted: &Wanted) -> bool {
+        let around = self.ranges.get_key_value(&wanted.first);
+        wanted.kind.is_none()
+            && around.is_some_and(|(range, _)| *range.start() < wanted.first && *range.end() > wanted.last)
+    }
+
     /// Sets a lock of the file, which is open.
     pub(super) fn set(&mut self, wanted: &Wanted) -> Result<()> {
         let Some(file) = &self.file else { return Ok(()) };
@@ -224,6 +235,11 @@ impl Locked {
         if wanted.owner.is_flock && set.is_err() {
             // What it had is lost, as in flock(2).
             self.ranges.clear();
+        }
+        if set.is_err() && wanted.kind.is_none() && (wanted.first, wanted.last) == (0, LAST) {
+            // The end of the file is the end of its locks, whatever its file system answers.
+            (self.file, self.ranges) = (None, RangeInclusiveMap::new());
+            return Ok(());
         }
         set?;
         match wanted.kind {

@@ -151,9 +151,26 @@ fn few_locks_are_kept_and_those_that_end_make_room() {
     }
 }
 
+/// The end of a lock in the middle of a range makes two ranges of one.
+#[test]
+fn what_is_unlocked_takes_no_more_room_than_what_is_locked() {
+    let mut guest = Guest::with_limits(few());
+    let (host, node) = guest.file("file");
+    guest.lock(node, 1, 0..=1000, WRITES).unwrap();
+    let ends: Vec<_> = (1..20).map(|byte| guest.lock(node, 1, 2 * byte..=2 * byte, NONE)).collect();
+    assert_eq!(ends, [vec![Ok(()); 9], vec![TOO_MANY; 10]].concat());
+    // All other ends of locks take none.
+    for range in [0..=1, 19..=30, 900..=2000, 17..=17] {
+        guest.lock(node, 1, range, NONE).unwrap();
+    }
+    guest.lock(node, 1, 500..=500, NONE).unwrap();
+    guest.lock(node, 1, ALL, NONE).unwrap();
+    host_lock(&host, ALL, WRITES).unwrap();
+}
+
 #[test]
 fn locks_end_with_the_session_and_with_the_mount() {
-    let run = || {
+    let run = |forgets: bool| {
         let dir = tempfile::tempdir().unwrap();
         mount_in(dir.path(), &["volume"]);
         let host = File::options().write(true).open(dir.path().join("volume/file")).unwrap();
@@ -171,6 +188,10 @@ fn locks_end_with_the_session_and_with_the_mount() {
             let top = guest.lookup(ROOT, "volume").unwrap();
             let node = guest.lookup(top, "file").unwrap();
             guest.lock(node, 1, ALL, WRITES).unwrap();
+            if forgets {
+                guest.forget(node, 1);
+                guest.forget(top, 1);
+            }
             assert_eq!(host_lock(&host, ALL, WRITES), BUSY);
             ends(&mut guest);
             let begun = Instant::now();
@@ -181,7 +202,10 @@ fn locks_end_with_the_session_and_with_the_mount() {
             host_lock(&host, ALL, NONE).unwrap();
         }
     };
-    drill(run, End::succeeds);
+    // A legal guest forgets no file that it has open.
+    for forgets in [false, true] {
+        drill(|| run(forgets), End::succeeds);
+    }
 }
 
 #[test]
