@@ -152,13 +152,15 @@ fn waits(host: &Host) -> Result<()> {
     for kind in KINDS {
         outside.does(kind, "write", "done")?;
         one.begin(kind, "write-wait")?;
-        other.begin(kind, "read-wait")?;
         outside.does(kind, "end", "done")?;
-        // Both get it, one after the other.
         one.answers("done")?;
+        other.begin(kind, "read-wait")?;
         one.does(kind, "end", "done")?;
         other.answers("done")?;
+        outside.begin(kind, "write-wait")?;
         other.does(kind, "end", "done")?;
+        outside.answers("done")?;
+        outside.does(kind, "end", "done")?;
     }
     outside.does("flock", "write", "done")?;
     one.begin("flock", "write-wait")?;
@@ -185,13 +187,15 @@ fn ends(host: &Host) -> Result<()> {
         outside.does(kind, "write", "done")?;
         outside.does(kind, "end", "done")?;
     }
+    // A lock of an open file and one of a process exclude each other.
+    let all = ["open-file", "flock", "directory"];
     let mut one = places.locker(0, "one")?;
-    for kind in KINDS {
+    for kind in all {
         one.does(kind, "write", "done")?;
         outside.does(kind, "write", "busy")?;
     }
     places.containers.remove(0).dies()?;
-    for kind in KINDS {
+    for kind in all {
         outside.does(kind, "write", "done")?;
     }
     places.remove()
