@@ -25,6 +25,8 @@ const LOCKER: &str = include_str!("file_locker.py");
 /// The ways to lock a file or a directory, as the program names them.
 const KINDS: [&str; 4] = ["process", "open-file", "flock", "directory"];
 const LIMIT: Duration = Duration::from_secs(60);
+/// Who has not answered after this time waits.
+const NO_ANSWER: Duration = Duration::from_millis(300);
 
 /// A directory of the host that two containers have as a volume, at /v. For a container of ctr each has a VM.
 struct Places<'h> {
@@ -101,6 +103,14 @@ impl Locker {
         self.running.wait_for(&format!("\n{} {answer}\n", self.asked))
     }
 
+    /// Has it do something for which it has to wait.
+    fn waits_for(&mut self, kind: &str, what: &str) -> Result<()> {
+        self.begin(kind, what)?;
+        let answered = self.running.says_within(&format!("\n{} ", self.asked), NO_ANSWER);
+        ensure!(!answered, "expected  no answer to {what} of {kind}\ncame      one");
+        Ok(())
+    }
+
     /// Has it do something, and expects this answer.
     fn does(&mut self, kind: &str, what: &str, answer: &str) -> Result<()> {
         self.begin(kind, what)?;
@@ -151,19 +161,19 @@ fn waits(host: &Host) -> Result<()> {
     let mut outside = places.on_host()?;
     for kind in KINDS {
         outside.does(kind, "write", "done")?;
-        one.begin(kind, "write-wait")?;
+        one.waits_for(kind, "write-wait")?;
         outside.does(kind, "end", "done")?;
         one.answers("done")?;
-        other.begin(kind, "read-wait")?;
+        other.waits_for(kind, "read-wait")?;
         one.does(kind, "end", "done")?;
         other.answers("done")?;
-        outside.begin(kind, "write-wait")?;
+        outside.waits_for(kind, "write-wait")?;
         other.does(kind, "end", "done")?;
         outside.answers("done")?;
         outside.does(kind, "end", "done")?;
     }
     outside.does("flock", "write", "done")?;
-    one.begin("flock", "write-wait")?;
+    one.waits_for("flock", "write-wait")?;
     places.containers[0].exec(&["pkill", "-9", "python3"])?.succeeds()?;
     one.running.finish()?.exits(137)?;
     places.remove()
@@ -201,20 +211,22 @@ fn ends(host: &Host) -> Result<()> {
     places.remove()
 }
 
-/// One thread locks, and another one closes the file, which ends the locks of the process.
+/// In each of many processes one thread locks, and another one closes the file, which ends the locks of the process.
 const THREADS: &str = r#"
 import fcntl, os, threading
+threading.excepthook = lambda failed: os._exit(1)
 def lock():
-    file = os.open("/v/file", os.O_RDWR)
-    for _ in range(100):
-        fcntl.lockf(file, fcntl.LOCK_EX)
-        fcntl.lockf(file, fcntl.LOCK_UN)
+    fcntl.lockf(os.open("/v/file", os.O_RDWR), fcntl.LOCK_EX)
 def close():
-    for _ in range(100):
-        os.close(os.open("/v/file", os.O_RDONLY))
-threads = [threading.Thread(target=target) for target in (lock, close, lock, close)]
-[thread.start() for thread in threads]
-[thread.join() for thread in threads]
+    os.close(os.open("/v/file", os.O_RDONLY))
+for _ in range(50):
+    child = os.fork()
+    if not child:
+        threads = [threading.Thread(target=target) for target in (lock, close, close)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 "#;
 
 fn leaves_none(host: &Host) -> Result<()> {
@@ -239,7 +251,7 @@ fn leaves_none(host: &Host) -> Result<()> {
     places.remove()
 }
 
-/// Adds one to numbers in files, with a lock: in place, and in a new file of the same name.
+/// Adds one to numbers in files, with a lock: in place, by the length of a file, and in a new file of the same name.
 const COUNT: &str = r#"
 import fcntl, os, sys
 directory, rounds = sys.argv[1], int(sys.argv[2])
@@ -250,6 +262,9 @@ for _ in range(rounds):
         number = int(file.read())
         file.seek(0)
         file.write(f"{number + 1:08}")
+    grown = os.open(directory + "/grown", os.O_RDWR)
+    os.pwrite(grown, os.read(grown, 1 << 16) + b"x", 0)
+    os.close(grown)
     number = int(open(directory + "/renamed").read())
     new = directory + "/new"
     assert not os.path.exists(new)
@@ -268,7 +283,10 @@ fn counters(host: &Host) -> Result<()> {
     const NAMES: [&str; 3] = ["file", "in-place", "renamed"];
     let places = Places::make(host)?;
     NAMES.iter().try_for_each(|name| fs::write(places.at(name), "00000000"))?;
+    fs::write(places.at("grown"), "")?;
     places.all_run(COUNT, "", ROUNDS)?;
+    let grown = fs::metadata(places.at("grown"))?.len();
+    ensure!(grown == u64::from(3 * ROUNDS), "expected  {} bytes\ncame      {grown}", 3 * ROUNDS);
     for name in NAMES {
         let (expected, came) = (format!("{:08}", 3 * ROUNDS), fs::read_to_string(places.at(name))?);
         ensure!(came == expected, "expected  {expected} in {name}\ncame      {came}");
