@@ -3,12 +3,19 @@
 use std::{
     fs::{self, File},
     io::{self, Read, Write},
-    os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt},
+    os::{
+        fd::AsRawFd,
+        unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt},
+    },
     path::Path,
     time::SystemTime,
 };
 
 use bulkhead_host_shim::operator::{STATE_ROOT, VERSION, chain, garbage, one_line, pods, templates};
+use rustix::{
+    fs::{AtFlags, CWD, Mode, OFlags, linkat, open},
+    io::Errno,
+};
 use serde::Serialize;
 use tar::{Builder, Header};
 
@@ -56,19 +63,62 @@ pub(crate) fn collect(
     containerd: &Containerd,
 ) -> Result<(), CommandError> {
     let write = |source| CommandError::not_written(path, source);
-    // The names of files and of programs are not for everybody.
-    let file = File::options().write(true).create_new(true).mode(0o600).open(path).map_err(write)?;
-    let mut archive = Archive { builder: Builder::new(file), time: now() };
+    let target = Target::create(path, OFlags::TMPFILE).map_err(write)?;
+    let mut archive = Archive { builder: Builder::new(&target.file), time: now() };
     let root = Path::new(STATE_ROOT);
-    let size = during("collecting", false, |count| fill(&mut archive, (config, containerd), root, count))
-        .and_then(|()| Ok(archive.builder.into_inner()?.metadata()?.len()));
-    let size = size.map_err(|source| {
-        // Half an archive helps nobody. The error says what is wrong.
-        let _ = fs::remove_file(path);
-        write(source)
-    })?;
+    let filled = during("collecting", false, |count| fill(&mut archive, (config, containerd), root, count))
+        .and_then(|()| archive.builder.into_inner().map(drop));
+    let size = target.end(filled).map_err(write)?;
     writeln!(out, "wrote {} ({}): read it before you send it", path.display(), output::mib(size))
         .map_err(CommandError::Output)
+}
+
+/// The file of the archive. It has no name before it is complete: if this command is ended meanwhile, nothing is left
+/// that the next one would refuse to replace.
+struct Target<'a> {
+    path: &'a Path,
+    file: File,
+    /// The file system has files with names only.
+    has_name: bool,
+}
+
+impl<'a> Target<'a> {
+    /// `nameless` is the flag for a file without a name.
+    fn create(path: &'a Path, nameless: OFlags) -> io::Result<Self> {
+        if path.symlink_metadata().is_ok() {
+            return Err(io::ErrorKind::AlreadyExists.into());
+        }
+        let directory = path.parent().filter(|directory| !directory.as_os_str().is_empty());
+        let flags = OFlags::WRONLY | OFlags::CLOEXEC | nameless;
+        // The names of files and of programs are not for everybody.
+        let mode = Mode::RUSR | Mode::WUSR;
+        match open(directory.unwrap_or(Path::new(".")), flags, mode) {
+            Ok(file) => Ok(Self { path, file: file.into(), has_name: false }),
+            // As NFS (open(2)).
+            Err(Errno::OPNOTSUPP | Errno::ISDIR) => {
+                let file =
+                    File::options().write(true).create_new(true).mode(mode.as_raw_mode()).open(path)?;
+                Ok(Self { path, file, has_name: true })
+            }
+            Err(errno) => Err(errno.into()),
+        }
+    }
+
+    /// Returns the size of the file, which has its name now. If it was not filled, there is no file.
+    fn end(&self, filled: io::Result<()>) -> io::Result<u64> {
+        let named = filled.and_then(|()| match self.has_name {
+            true => Ok(()),
+            false => {
+                let file = format!("/proc/self/fd/{}", self.file.as_raw_fd());
+                Ok(linkat(CWD, file, CWD, self.path, AtFlags::SYMLINK_FOLLOW)?)
+            }
+        });
+        if named.is_err() && self.has_name {
+            // Half an archive helps nobody. The error says what is wrong.
+            let _ = fs::remove_file(self.path);
+        }
+        named.and_then(|()| Ok(self.file.metadata()?.len()))
+    }
 }
 
 fn fill<W: Write>(
@@ -287,6 +337,31 @@ mod tests {
             chain(&error)
         );
         assert_eq!(fs::read_to_string(path).unwrap(), "mine");
+    }
+
+    #[test]
+    fn an_archive_has_its_name_when_it_is_complete_or_none() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("support.tar");
+        let full = || Err(io::ErrorKind::StorageFull.into());
+        // A file system without files that have no name answers as if it was asked to write a directory.
+        for (nameless, has_name) in [(OFlags::TMPFILE, false), (OFlags::empty(), true)] {
+            let target = Target::create(&path, nameless).unwrap();
+            assert_eq!(path.exists(), has_name);
+            assert_eq!(target.end(full()).unwrap_err().kind(), io::ErrorKind::StorageFull);
+            assert!(!path.exists());
+            let target = Target::create(&path, nameless).unwrap();
+            (&target.file).write_all(b"text").unwrap();
+            assert_eq!(target.end(Ok(())).unwrap(), 4);
+            assert_eq!(fs::read_to_string(&path).unwrap(), "text");
+            assert_eq!(path.metadata().unwrap().mode() & 0o777, 0o600);
+            fs::remove_file(&path).unwrap();
+        }
+        // Somebody else has made it meanwhile.
+        let target = Target::create(&path, OFlags::TMPFILE).unwrap();
+        fs::write(&path, "mine").unwrap();
+        assert_eq!(target.end(Ok(())).unwrap_err().kind(), io::ErrorKind::AlreadyExists);
+        assert_eq!(fs::read_to_string(&path).unwrap(), "mine");
     }
 
     #[test]

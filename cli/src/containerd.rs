@@ -143,6 +143,13 @@ impl Containerd {
         main.into_iter().chain(imported.filter(is_read)).collect()
     }
 
+    /// The directories in which a file of its configuration may have been that was removed.
+    pub(crate) fn directories(&self, root: &Path) -> Vec<PathBuf> {
+        let at = |path: &Path| root.join(path.strip_prefix("/").unwrap_or(path));
+        let of_main = self.config.parent().filter(|_| !at(&self.config).exists());
+        of_main.map(at).into_iter().chain([at(&self.imported())]).collect()
+    }
+
     /// Its program.
     pub(crate) fn program(&self) -> PathBuf {
         match self.owner {

@@ -1,9 +1,15 @@
 //! Listings as tables for people and as JSON for programs.
 
-use std::io::{self, Write};
+use std::{
+    io::{self, Write},
+    os::fd::AsFd,
+};
 
 use comfy_table::{Table, presets};
+use rustix::event::PollFlags;
 use serde::Serialize;
+
+use crate::process::streams::wait_for;
 
 /// What an absent value is shown as.
 pub(crate) const NONE: &str = "-";
@@ -17,7 +23,7 @@ pub(crate) struct Shown<W> {
     failed: Option<io::Error>,
 }
 
-impl<W: Write> Shown<W> {
+impl<W: Write + AsFd> Shown<W> {
     pub(crate) fn new(out: W, is_endless: bool) -> Self {
         Self { out, is_endless, failed: None }
     }
@@ -31,21 +37,26 @@ impl<W: Write> Shown<W> {
     }
 
     /// After the first error, what the command has to say is dropped.
-    fn tried<T>(&mut self, dropped: T, write: impl FnOnce(&mut W) -> io::Result<T>) -> io::Result<T> {
+    fn tried<T>(&mut self, dropped: T, mut write: impl FnMut(&mut W) -> io::Result<T>) -> io::Result<T> {
         if self.failed.is_some() {
             return Ok(dropped);
         }
-        match write(&mut self.out) {
-            Err(error) if !self.is_endless && error.kind() != io::ErrorKind::Interrupted => {
-                self.failed = Some(error);
-                Ok(dropped)
+        loop {
+            match write(&mut self.out) {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    wait_for(&self.out, PollFlags::OUT)?
+                }
+                Err(error) if !self.is_endless && error.kind() != io::ErrorKind::Interrupted => {
+                    self.failed = Some(error);
+                    return Ok(dropped);
+                }
+                other => return other,
             }
-            other => other,
         }
     }
 }
 
-impl<W: Write> Write for Shown<W> {
+impl<W: Write + AsFd> Write for Shown<W> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.tried(bytes.len(), |out| out.write(bytes))
     }
@@ -136,6 +147,10 @@ pub(crate) fn shown(show: impl FnOnce(&mut Vec<u8>) -> Result<(), crate::error::
 
 #[cfg(test)]
 mod tests {
+    use std::{io::Read, thread};
+
+    use rustix::fs::{OFlags, fcntl_setfl};
+
     use super::*;
 
     #[test]
@@ -167,6 +182,22 @@ mod tests {
             ["0.0 MiB", "1.0 MiB", "1.5 MiB", "17592186044416.0 MiB"]
         );
         assert_eq!([59, 61, 3_661, 90_000].map(age), ["59s", "1m1s", "1h1m", "1d1h"]);
+    }
+
+    #[test]
+    fn a_stream_that_does_not_block_gets_everything() {
+        let (mut reader, writer) = io::pipe().unwrap();
+        fcntl_setfl(&writer, OFlags::NONBLOCK).unwrap();
+        // More than a pipe has room for.
+        let text = "x".repeat(300_000);
+        let reads = thread::spawn(move || {
+            let mut read = String::new();
+            reader.read_to_string(&mut read).map(|_| read).unwrap()
+        });
+        let mut out = Shown::new(writer, false);
+        write!(out, "{text}").and_then(|()| out.flush()).unwrap();
+        out.written().unwrap();
+        assert!(reads.join().unwrap() == text);
     }
 
     #[test]

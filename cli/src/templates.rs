@@ -6,7 +6,8 @@ use std::{
 };
 
 use bulkhead_host_shim::operator::{
-    BuildError, Built, Template, TemplateState, build_templates, one_line, remove_template, templates,
+    BuildError, Built, Template, TemplateState, build_templates, one_line, remove_template, template_names,
+    templates,
 };
 
 use crate::{
@@ -67,16 +68,15 @@ pub(crate) fn rm(
     names: Vec<String>,
     all: bool,
 ) -> Result<(), CommandError> {
-    let names = if all {
-        let found = templates(root).map_err(|source| CommandError::List { path: root.into(), source })?;
-        let complete = found.into_iter().filter(|template| template.state != TemplateState::Unfinished);
-        complete.map(|template| template.name).collect()
-    } else {
-        names
+    let names = match all {
+        true => template_names(root).map_err(|source| CommandError::List { path: root.into(), source })?,
+        false => names,
     };
     for name in names {
         match remove_template(root, &name) {
             Ok(()) => writeln!(out, "removed {}", one_line(&name)).map_err(CommandError::Output)?,
+            // A pod has removed it meanwhile, because it is outdated.
+            Err(e) if e.kind() == io::ErrorKind::NotFound && all => {}
             Err(e) if e.kind() == io::ErrorKind::NotFound => {
                 return Err(CommandError::NoTemplate { name: one_line(&name) });
             }

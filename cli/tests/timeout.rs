@@ -26,8 +26,11 @@ fn a_root_that_does_not_come_in_time_is_an_error_of_its_own() {
     let ended = command.stdin(Stdio::null()).output().unwrap();
     let said = String::from_utf8(ended.stderr).unwrap();
     assert_eq!(ended.status.code(), Some(124), "{said}");
-    assert_eq!(said, "bulkhead: the program did not run: 200ms were over before (--timeout)\n");
+    assert_eq!(said, "bulkhead: the program did not run: --timeout (200ms) was over before it could start\n");
     let report = fs::read_to_string(report).unwrap();
-    assert!(report.contains("<error message=\"the program did not run: 200ms were over"), "{report}");
+    assert!(
+        report.contains("<error message=\"the program did not run: --timeout (200ms) was over"),
+        "{report}"
+    );
     assert!(report.contains("failures=\"0\" errors=\"1\""), "{report}");
 }

@@ -186,11 +186,13 @@ pub(super) fn selinux(root: &Path, labels: bool) -> Option<Finding> {
             return Some(Finding::fail("SELinux", found, TURN_OFF));
         }
         (Some(mode), false) => (
-            format!("{mode}; Bulkhead was not tested so, and refuses containers with a label"),
+            format!("{mode}: not tested with Bulkhead, which refuses containers with a label"),
             "give docker --security-opt label=disable; look for denials with `ausearch -m avc`",
         ),
         (None, true) => (
-            "not enabled, but containerd is told to label containers: no pod starts once it is".to_owned(),
+            "not enabled, but containerd is told to label containers: if SELinux is enabled later, no pod of \
+             Kubernetes will start"
+                .to_owned(),
             TURN_OFF,
         ),
         (None, false) => return None,
@@ -296,7 +298,7 @@ mod tests {
         for (host, labels, status, found, remedy) in [
             (on("1"), true, fail, "enforcing, and containerd labels", "enable_selinux = false"),
             (on("0"), true, fail, "permissive, and containerd labels", "enable_selinux = false"),
-            (on("1"), false, warn, "enforcing; Bulkhead was not tested", "label=disable"),
+            (on("1"), false, warn, "enforcing: not tested with Bulkhead, which", "label=disable"),
             (off, true, warn, "not enabled, but containerd is told", "enable_selinux = false"),
         ] {
             let finding = selinux(host.path(), labels).unwrap();

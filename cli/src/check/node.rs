@@ -2,9 +2,9 @@
 
 use std::{
     io,
-    os::unix::net::UnixStream,
+    os::unix::{fs::MetadataExt, net::UnixStream},
     path::{Path, PathBuf},
-    time::Duration,
+    time::{Duration, SystemTime},
 };
 
 use bulkhead_host_shim::operator::{Config, VERSION, chain, one_line};
@@ -110,16 +110,29 @@ pub(super) fn socket(root: &Path, containerd: &Containerd) -> Finding {
         }
     }
     // containerd makes its socket when it starts.
-    let modified = |path: &Path| path.metadata().and_then(|data| data.modified()).ok();
-    let started = modified(&path);
-    match containerd.files(root).iter().find(|file| modified(file) > started) {
-        None => Finding::ok(check, socket),
-        Some(file) => Finding::warn(
-            check,
-            format!("{} was written after containerd had started, which has not read it", file.display()),
-            format!("run `systemctl restart` for {units}; running containers go on"),
-        ),
-    }
+    let started = path.metadata().and_then(|data| data.modified()).ok();
+    let is_late = |path: &&PathBuf| changed(path) > started;
+    let (files, directories) = (containerd.files(root), containerd.directories(root));
+    let found = match (files.iter().find(is_late), directories.iter().find(is_late)) {
+        (Some(file), _) => {
+            format!("containerd has not read {}, which is newer than its start", file.display())
+        }
+        (None, Some(directory)) => {
+            format!("containerd has not read what has changed in {} after its start", directory.display())
+        }
+        (None, None) => return Finding::ok(check, socket),
+    };
+    let remedy = format!("run `systemctl restart` for {units}; running containers are not interrupted");
+    Finding::warn(check, found, remedy)
+}
+
+/// When the file, or the list of files in the directory, was changed. Its date may be older: whoever copies a file can
+/// give it any.
+fn changed(path: &Path) -> Option<SystemTime> {
+    let metadata = path.metadata().ok()?;
+    let seconds = Duration::from_secs(metadata.ctime().try_into().ok()?);
+    let nanoseconds = Duration::from_nanos(metadata.ctime_nsec().try_into().ok()?);
+    SystemTime::UNIX_EPOCH.checked_add(seconds)?.checked_add(nanoseconds)
 }
 
 /// Whether the CRI plugin has a handler for Bulkhead.
@@ -232,6 +245,8 @@ mod tests {
         },
     };
 
+    use rustix::fs::{AtFlags, CWD, Timespec, Timestamps, utimensat};
+
     use super::*;
     use crate::check::finding::Status;
 
@@ -340,24 +355,66 @@ mod tests {
     fn containerd_must_run_with_the_files_that_there_are() {
         let dir = tempfile::tempdir().unwrap();
         let containerd = Containerd::find(dir.path());
-        let finding = || socket(dir.path(), &containerd);
+        let finding = || super::socket(dir.path(), &containerd);
         assert!(finding().found.starts_with("there is no /run/"), "{:?}", finding());
         let at = |path: &str| dir.path().join(path);
         fs::create_dir_all(at("run/containerd")).unwrap();
-        let path = at("run/containerd/containerd.sock");
-        let served = UnixListener::bind(&path).unwrap();
+        let socket = at("run/containerd/containerd.sock");
+        let served = UnixListener::bind(&socket).unwrap();
         assert_eq!(finding().status, Status::Ok);
-        fs::create_dir_all(at("etc/containerd/conf.d")).unwrap();
-        let written = fs::File::create(at("etc/containerd/conf.d/bulkhead.toml")).unwrap();
-        let started = path.metadata().unwrap().modified().unwrap();
-        written.set_modified(started + Duration::from_secs(1)).unwrap();
-        let late = finding();
-        assert!(
-            late.status == Status::Warn && late.found.contains("bulkhead.toml was written after"),
-            "{late:?}"
-        );
-        assert!(late.remedy.unwrap().contains("`systemctl restart` for containerd"));
-        written.set_modified(started).unwrap();
+        let (directory, main) = (at("etc/containerd/conf.d"), at("etc/containerd/config.toml"));
+        let drop_in = directory.join("bulkhead.toml");
+        fs::create_dir_all(&directory).unwrap();
+        for file in [&main, &drop_in] {
+            fs::write(file, "").unwrap();
+        }
+        let start = || {
+            let all = [&directory, &main, &drop_in, &at("etc/containerd")];
+            let time = all.iter().filter_map(|path| changed(path)).max().unwrap();
+            let since = time.duration_since(SystemTime::UNIX_EPOCH).unwrap();
+            let time = Timespec { tv_sec: since.as_secs() as i64, tv_nsec: since.subsec_nanos().into() };
+            let times = Timestamps { last_access: time, last_modification: time };
+            utimensat(CWD, &socket, &times, AtFlags::empty()).unwrap();
+        };
+        let late = || {
+            let late = finding();
+            let remedy = late.remedy.unwrap();
+            assert!(
+                late.status == Status::Warn && remedy.contains("`systemctl restart` for containerd"),
+                "{remedy}"
+            );
+            late.found
+        };
+        // The clock of files is that of the kernel's ticks.
+        let until_later = |path: &Path, change: &dyn Fn()| {
+            let started = socket.metadata().unwrap().modified().ok();
+            while changed(path) <= started {
+                change();
+            }
+        };
+        start();
+        assert_eq!(finding().status, Status::Ok);
+        until_later(&drop_in, &|| {
+            let file = fs::File::create(&drop_in).unwrap();
+            // As of a file that was copied with its date.
+            file.set_modified(SystemTime::UNIX_EPOCH).unwrap();
+        });
+        assert!(late().contains("has not read") && late().contains("bulkhead.toml, which"), "{}", late());
+        start();
+        assert_eq!(finding().status, Status::Ok);
+        until_later(&directory, &|| {
+            fs::write(&drop_in, "").unwrap();
+            fs::remove_file(&drop_in).unwrap();
+        });
+        assert!(late().contains("etc/containerd/conf.d"), "{}", late());
+        start();
+        assert_eq!(finding().status, Status::Ok);
+        until_later(&at("etc/containerd"), &|| {
+            fs::write(&main, "").unwrap();
+            fs::remove_file(&main).unwrap();
+        });
+        assert!(late().ends_with("etc/containerd after its start"), "{}", late());
+        start();
         assert_eq!(finding().status, Status::Ok);
         drop(served);
         assert!(finding().found.starts_with("nobody answers at"), "{:?}", finding());

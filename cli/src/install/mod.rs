@@ -154,7 +154,6 @@ pub(crate) fn install(out: &mut impl Write, options: &Options) -> Result<(), Com
     options.check_root(&containerd)?;
     options.check_only(&containerd)?;
     let is_changed = configure(out, options, &containerd)?;
-    options.record(out)?;
     for (name, text) in OWN_FILES {
         let own = options.at(name);
         match read(&own)? {
@@ -197,7 +196,7 @@ fn kept(path: &Path) -> String {
     format!("kept {}: it is not what this version writes", path.display())
 }
 
-/// Adds the handlers to containerd's configuration. Returns whether it has changed.
+/// Records which configuration is containerd's, and adds the handlers to it. Returns whether it has changed.
 fn configure(out: &mut impl Write, options: &Options, containerd: &Containerd) -> Result<bool, CommandError> {
     let main = options.at(&containerd.config);
     let old = read(&main)?;
@@ -228,6 +227,8 @@ fn configure(out: &mut impl Write, options: &Options, containerd: &Containerd) -
         (None, None) => (main.clone(), Change::Text(block::whole(version_of(containerd, options)?))),
         (None, Some(generator)) => return Err(CommandError::NotGenerated { path: main, generator }),
     };
+    // First, so that `bulkhead uninstall` finds what is written, also if this process is killed meanwhile.
+    options.record(out)?;
     let (path, text) = match change {
         Change::None => {
             say(out, &format!("kept {}: the handlers of Bulkhead are there", place.display()))?;
@@ -376,17 +377,20 @@ const REMOVED_BESIDE: &str = "they were beside those of Bulkhead; if they are yo
 pub(crate) fn uninstall(out: &mut impl Write, options: &Options) -> Result<(), CommandError> {
     let containerd = options.containerd();
     options.check_root(&containerd)?;
-    // What cannot be removed keeps nothing else: the programs may be gone next. The first error is the result.
+    // If one step fails, the others are taken all the same: the programs may be removed right after. The first error is
+    // the result.
     let mut steps = Steps { out, first: Ok(()) };
     let mut is_changed = false;
     for path in options.with_block(&containerd) {
         is_changed |= steps.take(|out| remove_block(out, &path));
     }
     is_changed |= steps.take(|out| remove_drop_in(out, &options.drop_in(&containerd).0));
+    let is_removed = steps.first.is_ok();
     for (name, text) in OWN_FILES {
         steps.take(|out| remove_own(out, &options.at(name), text));
     }
-    if recorded(options.root()).as_ref() == Some(&containerd.config) {
+    // Another try must find the handlers that are still there.
+    if is_removed && recorded(options.root()).as_ref() == Some(&containerd.config) {
         let path = options.at(RECORD);
         steps.take(|out| {
             remove(&path)?;
@@ -483,7 +487,7 @@ fn remove_drop_in(out: &mut impl Write, path: &Path) -> Result<bool, CommandErro
             Ok(true)
         }
         Some(_) => {
-            let line = format!("kept {}: `bulkhead install` has not written it", path.display());
+            let line = format!("kept {}: it was not written by `bulkhead install`", path.display());
             say(out, &line).map(|()| false)
         }
     }
@@ -750,6 +754,39 @@ mod tests {
     }
 
     #[test]
+    fn a_configuration_that_is_not_cleaned_stays_recorded() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |path: &str| dir.path().join(path.trim_start_matches('/'));
+        let elsewhere = "/elsewhere/config.toml";
+        for directory in ["etc/containerd", "elsewhere"] {
+            fs::create_dir_all(at(directory)).unwrap();
+            fs::write(at(directory).join("config.toml"), "version = 2\n").unwrap();
+        }
+        let before = tree(dir.path());
+        install(&mut Vec::new(), &named(Some(elsewhere), dir.path())).unwrap();
+        let installed = fs::read(at(elsewhere)).unwrap();
+        fs::write(at(elsewhere), b"\xff").unwrap();
+        let error = uninstall(&mut Vec::new(), &options(dir.path())).unwrap_err().to_string();
+        assert!(error.contains(elsewhere), "{error}");
+        fs::write(at(elsewhere), installed).unwrap();
+        let removed = said(|out| uninstall(out, &options(dir.path())));
+        assert!(removed.contains(&format!("removed {}\n", at(RECORD).display())), "{removed}");
+        assert_eq!(tree(dir.path()), before);
+    }
+
+    #[test]
+    fn a_configuration_is_recorded_before_it_is_changed() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |path: &str| dir.path().join(path.trim_start_matches('/'));
+        fs::create_dir_all(at("elsewhere")).unwrap();
+        fs::write(at("elsewhere/config.toml"), "version = 2\n").unwrap();
+        // A directory in its place, so that it cannot be written.
+        fs::create_dir_all(at(RECORD).join("x")).unwrap();
+        install(&mut Vec::new(), &named(Some("/elsewhere/config.toml"), dir.path())).unwrap_err();
+        assert_eq!(fs::read_to_string(at("elsewhere/config.toml")).unwrap(), "version = 2\n");
+    }
+
+    #[test]
     fn what_another_version_has_installed_is_uninstalled() {
         let dir = tempfile::tempdir().unwrap();
         let at = |path: &str| dir.path().join(path);
@@ -766,7 +803,7 @@ mod tests {
         // One that the operator has written is his.
         fs::write(&drop_in, "version = 3\n").unwrap();
         let kept = said(|out| uninstall(out, &options(dir.path())));
-        assert!(kept.contains("bulkhead.toml: `bulkhead install` has not written it"), "{kept}");
+        assert!(kept.contains("bulkhead.toml: it was not written by `bulkhead install`"), "{kept}");
         assert!(drop_in.exists());
     }
 

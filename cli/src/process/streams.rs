@@ -237,8 +237,8 @@ fn write_all(mut to: &File, mut bytes: &[u8]) -> io::Result<()> {
 }
 
 /// Waits for a stream that does not block. This command has not asked for that: whoever shares the stream with it has.
-fn wait_for(stream: &File, event: PollFlags) -> io::Result<()> {
-    match poll(&mut [PollFd::new(stream, event)], None) {
+pub(crate) fn wait_for(stream: impl AsFd, event: PollFlags) -> io::Result<()> {
+    match poll(&mut [PollFd::new(&stream, event)], None) {
         Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
         Err(errno) => Err(errno.into()),
     }

@@ -62,7 +62,7 @@ pub(crate) enum RunError {
          memory"
     )]
     VmEnded,
-    #[error("the program did not run: {after:?} were over before (--timeout)")]
+    #[error("the program did not run: --timeout ({after:?}) was over before it could start")]
     Late { after: Duration },
 }
 

@@ -159,7 +159,7 @@ fn duration(text: &str) -> Result<Duration, String> {
     let number: f64 = digits.parse().map_err(|_| "it is a number and a unit, such as 90s".to_owned())?;
     match Duration::try_from_secs_f64(number * seconds) {
         Ok(time) if !time.is_zero() && time <= Duration::from_secs(365 * 86_400) => Ok(time),
-        _ => Err("it is more than nothing, and a year at most".into()),
+        _ => Err("it must be more than 0 and at most 365 days".into()),
     }
 }
 

@@ -83,7 +83,7 @@ fn remove_below(parent: &OwnedFd, name: &OsStr, depth: usize) -> io::Result<()> 
 }
 
 /// Takes an object that does not exist for one that was removed.
-pub(super) fn gone<E: Into<io::Error>>(result: Result<(), E>) -> io::Result<()> {
+pub(crate) fn gone<E: Into<io::Error>>(result: Result<(), E>) -> io::Result<()> {
     match result.map_err(Into::into) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
         other => other,

@@ -88,6 +88,8 @@ pub fn build_templates(
     }
     config.check_files()?;
     let vcpus = config.vcpus_on(processors::online().map_err(io::Error::other)?.len());
+    // A build that was killed may have left what takes room.
+    state_dir::sweep(root);
     let runtime = Builder::new_current_thread().enable_all().build()?;
     for (number, shape) in shapes(config, vcpus).into_iter().enumerate() {
         let id = format!("{}-{number}", std::process::id());
@@ -118,7 +120,11 @@ async fn build(path: &Path, config: &Config, vcpus: u8, shape: VmShape) -> Resul
     let begun = Instant::now();
     // If this process is killed, the directory is abandoned, as one of a shim whose bundle is gone.
     let owner = Effect::Bundle { path: path.join("bundle") };
-    let (state, mut journal) = StateDir::create(path, &[owner]).map_err(|error| failed(error.into()))?;
+    let (state, mut journal) = StateDir::create(path, &[owner]).map_err(|error| {
+        // It may be there in part, without a journal by which others could remove it. The error says what is wrong.
+        drop(state_dir::clean_own(path));
+        failed(error.into())
+    })?;
     let before = names(state.root());
     let request = VmRequest {
         netns: None,
@@ -149,15 +155,51 @@ fn names(root: &Path) -> Vec<OsString> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use nix::mount::{MsFlags, mount};
 
-    fn refused(config: &Config) -> String {
-        let dir = tempfile::tempdir().unwrap();
-        let error = build_templates(dir.path(), config, |_| Ok(())).unwrap_err();
+    use super::*;
+    use crate::{host::state_dir::JOURNAL, testing::private_mounts, types::error::chain};
+
+    fn refused(root: &Path, config: &Config) -> String {
+        let error = build_templates(root, config, |_| Ok(())).unwrap_err();
         // The directory of templates may stay.
-        assert_eq!(names(dir.path()), [""; 0]);
-        assert!(fs::read_dir(dir.path()).unwrap().all(|entry| entry.unwrap().file_name() == DIR));
-        crate::types::error::chain(&error)
+        assert_eq!(names(root), [""; 0]);
+        assert!(fs::read_dir(root).unwrap().all(|entry| entry.unwrap().file_name() == DIR));
+        chain(&error)
+    }
+
+    fn parts() -> Config {
+        let parts =
+            Config { kernel: "/bin/false".into(), initramfs: "/bin/false".into(), ..Config::default() };
+        Config { vmm: "/bin/false".into(), ..parts }
+    }
+
+    #[test]
+    fn a_build_without_any_room_leaves_nothing() {
+        private_mounts();
+        let dir = tempfile::tempdir().unwrap();
+        // The directories fit, and no byte of the journal.
+        mount(Some("full"), dir.path(), Some("tmpfs"), MsFlags::empty(), Some("size=4k")).unwrap();
+        fs::write(dir.path().join("full"), "x").unwrap();
+        let root = dir.path().join("run");
+        let error = chain(&build_templates(&root, &parts(), |_| Ok(())).unwrap_err());
+        assert!(error.contains("cannot write the journal") && error.contains("o space left"), "{error}");
+        assert!(!root.exists(), "{:?}", state_dir::pods(&root).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn what_a_killed_build_has_left_is_removed_by_the_next() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = state_dir::path_of(dir.path(), BUILDER, NAMESPACE, "1-0");
+        let owner = Effect::Bundle { path: path.join("bundle") };
+        drop(StateDir::create(&path, &[owner]).unwrap());
+        let journal = fs::read_to_string(path.join(JOURNAL)).unwrap();
+        let own = format!("\"pid\":{}", std::process::id());
+        assert!(journal.contains(&own), "{journal}");
+        fs::write(path.join(JOURNAL), journal.replace(&own, "\"pid\":4294967295")).unwrap();
+        assert!(state_dir::has_crashed(&path));
+        refused(dir.path(), &parts());
+        assert!(!path.exists());
     }
 
     #[test]
@@ -175,9 +217,9 @@ mod tests {
 
     #[test]
     fn what_keeps_a_template_from_being_made_is_said_and_nothing_is_left() {
-        let parts =
-            Config { kernel: "/bin/false".into(), initramfs: "/bin/false".into(), ..Config::default() };
-        let parts = Config { vmm: "/bin/false".into(), ..parts };
+        let dir = tempfile::tempdir().unwrap();
+        let refused = |config: &Config| refused(dir.path(), config);
+        let parts = parts();
         assert!(refused(&Config { templates: false, ..parts.clone() }).ends_with("`templates = false`"));
         assert!(refused(&Config { console: true, ..parts.clone() }).ends_with("`console = true`"));
         assert!(refused(&Config { hugepages: true, ..parts.clone() }).ends_with("`hugepages = true`"));

@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use crate::{
     host::state_dir,
-    operator::templates::{TemplateState, templates},
+    operator::templates::{TemplateState, templates_of},
     types::error::chain,
     vm::template::{self, DIR},
 };
@@ -39,7 +39,7 @@ pub fn garbage(root: &Path) -> io::Result<Vec<Garbage>> {
     let crashed = state_dir::pods(root).filter(|pod| state_dir::has_crashed(pod));
     let mut garbage: Vec<_> = crashed.map(|path| Garbage { path, reason: CRASHED }).collect();
     garbage.sort_by(|one, other| one.path.cmp(&other.path));
-    for template in templates(root)? {
+    for template in templates_of(root, &[])? {
         match template.state {
             TemplateState::Complete => {}
             TemplateState::Outdated => garbage.push(Garbage { path: template.path, reason: OUTDATED }),

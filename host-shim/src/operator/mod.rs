@@ -22,11 +22,11 @@ pub use bulkhead_vmm_api::{BlockCounts, DeviceCounts};
 pub use events::{Event, EventKind, Follower, Observed, PodName};
 pub use failures::{failures, forget_failures};
 pub use garbage::{Garbage, Removed, garbage, remove_garbage};
-pub use pods::{Pod, PodState, named as pod_named, paths as pod_paths, pods};
-pub use sample::{Node, Sample, Sampler};
+pub use pods::{Pod, PodState, named as pod_named, paths as pod_paths};
+pub use sample::{Node, Sample, Sampler, pods, templates};
 pub use start::{container_starts, start_record};
 pub use templates::{
-    Template, TemplateState, largest_template_mib, remove_all_templates, remove_template, templates,
+    Template, TemplateState, largest_template_mib, remove_all_templates, remove_template, template_names,
 };
 pub use usage::{CgroupUsage, CpuUsage, NetworkUsage, Pressure, Usage};
 

@@ -6,8 +6,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use bulkhead_vmm_api::VmConfig;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::{
     host::{
@@ -67,12 +66,27 @@ pub enum PodState {
     Unknown,
 }
 
-/// The pods below `root`, sorted by containerd, namespace and id.
-pub fn pods(root: &Path) -> io::Result<Vec<Pod>> {
-    Ok(paths(root)?.into_iter().map(|path| look(&path).0).collect())
+/// What is of interest here of the configuration of a pod's VMM. That of a later version may have more keys.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+pub(super) struct VmmConfig {
+    pub(super) vcpus: u8,
+    /// The socket of the VMM, in the state directory.
+    pub(super) control: PathBuf,
+    #[serde(default)]
+    pub(super) shares: Vec<Share>,
+    #[serde(default)]
+    pub(super) cgroup_procs: Vec<PathBuf>,
+    #[serde(default)]
+    restore_from: Option<PathBuf>,
 }
 
-/// The state directories of these pods.
+/// A directory that the VM shares.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+pub(super) struct Share {
+    pub(super) tag: String,
+}
+
+/// The state directories of the pods below `root`, sorted by containerd, namespace and id.
 pub fn paths(root: &Path) -> io::Result<Vec<PathBuf>> {
     match fs::read_dir(root) {
         // No pod has been made since the host booted.
@@ -107,8 +121,8 @@ pub fn named(path: &Path) -> Pod {
     }
 }
 
-/// A pod, its VMM if that lives, and the configuration of it if there is one.
-pub(super) fn look(path: &Path) -> (Pod, Option<ProcessId>, Option<VmConfig>) {
+/// A pod, its VMM if that lives, and the configuration of it if there is one. May hang in the host's kernel.
+pub(super) fn look(path: &Path) -> (Pod, Option<ProcessId>, Option<VmmConfig>) {
     let mut pod = named(path);
     let mut vmm = None;
     match Journal::look(&path.join(JOURNAL)) {
@@ -119,7 +133,7 @@ pub(super) fn look(path: &Path) -> (Pod, Option<ProcessId>, Option<VmConfig>) {
         Ok(containers) => pod.containers = containers,
         Err(error) => pod.problems.push(format!("{}: {error}", path.join(CONTAINERS).display())),
     }
-    let config = vm_config(path).unwrap_or_else(|error| {
+    let config = vmm_config(path).unwrap_or_else(|error| {
         pod.problems.push(format!("{}: {error}", path.join(VMM_CONFIG).display()));
         None
     });
@@ -175,7 +189,7 @@ fn containers(path: &Path) -> io::Result<Vec<String>> {
 }
 
 /// The configuration of the pod's VMM. None: there is none yet.
-fn vm_config(path: &Path) -> io::Result<Option<VmConfig>> {
+fn vmm_config(path: &Path) -> io::Result<Option<VmmConfig>> {
     let file = match File::open(path.join(VMM_CONFIG)) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
         other => other?,
@@ -191,17 +205,17 @@ mod tests {
     use crate::host::{journal::Effect, state_dir::StateDir};
 
     fn one(root: &Path) -> Pod {
-        let pods = pods(root).unwrap();
-        assert_eq!(pods.len(), 1, "{pods:?}");
-        pods.into_iter().next().unwrap()
+        let paths = paths(root).unwrap();
+        assert_eq!(paths.len(), 1, "{paths:?}");
+        look(&paths[0]).0
     }
 
     #[test]
     fn a_host_without_pods_has_an_empty_list() {
         let dir = tempfile::tempdir().unwrap();
-        assert_eq!(pods(&dir.path().join("none")).unwrap(), []);
+        assert_eq!(paths(&dir.path().join("none")).unwrap(), [""; 0].map(PathBuf::from));
         fs::create_dir(dir.path().join(".templates")).unwrap();
-        assert_eq!(pods(dir.path()).unwrap(), []);
+        assert_eq!(paths(dir.path()).unwrap(), [""; 0].map(PathBuf::from));
     }
 
     #[test]

@@ -4,24 +4,23 @@
 
 use std::{
     collections::{HashMap, HashSet},
-    io,
+    fs, io,
     path::{Path, PathBuf},
     sync::{
         Arc, Mutex,
-        mpsc::{Sender, channel},
+        mpsc::{Receiver, Sender, channel},
     },
     thread::Builder,
     time::{Duration, Instant},
 };
 
-use bulkhead_vmm_api::VmConfig;
 use serde::Serialize;
 
 use crate::{
     operator::{
         events,
         failures::failures,
-        pods::{self, Pod},
+        pods::{self, Pod, VmmConfig},
         start,
         templates::{Template, templates_of},
         usage::{self, Usage},
@@ -80,7 +79,7 @@ pub struct Sampler {
 struct Looked {
     sample: Sample,
     /// The configuration of its VMM, if that lives.
-    vmm: Option<VmConfig>,
+    vmm: Option<VmmConfig>,
 }
 
 /// What a VMM has counted.
@@ -91,6 +90,62 @@ enum Found {
     Pod(PathBuf, Option<Box<Looked>>),
     Answer(PathBuf, Answer),
     Templates(io::Result<Vec<Template>>),
+}
+
+/// What threads have found in time.
+#[derive(Default)]
+struct Received {
+    pods: HashMap<PathBuf, Option<Box<Looked>>>,
+    answers: HashMap<PathBuf, Answer>,
+    templates: Option<Vec<Template>>,
+}
+
+impl Received {
+    fn until(deadline: Instant, receiver: &Receiver<Found>) -> io::Result<Self> {
+        let mut received = Self::default();
+        while let Ok(one) = receiver.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+            match one {
+                Found::Pod(path, looked) => drop(received.pods.insert(path, looked)),
+                Found::Answer(path, answer) => drop(received.answers.insert(path, answer)),
+                Found::Templates(listed) => received.templates = Some(listed?),
+            }
+        }
+        Ok(received)
+    }
+
+    /// The pods with these state directories, but for those that are gone.
+    fn samples(&mut self, paths: Vec<PathBuf>) -> Vec<Sample> {
+        let sample = |path: PathBuf| match self.pods.remove(&path) {
+            Some(looked) => Some(with_answer(*looked?, self.answers.remove(&path))),
+            None => Some(without_answer(&path, "it cannot be looked at in time")),
+        };
+        paths.into_iter().filter_map(sample).collect()
+    }
+}
+
+/// The pods below `root`, sorted by containerd, namespace and id. Their VMMs are not asked. Returns within
+/// some seconds: of a pod that cannot be looked at by then only the names are known.
+pub fn pods(root: &Path) -> io::Result<Vec<Pod>> {
+    let deadline = Instant::now() + WITHIN;
+    let mut paths = pods::paths(root)?;
+    let left_out = paths.split_off(paths.len().min(MOST_PODS));
+    let (sender, receiver) = channel();
+    for path in &paths {
+        Sampler::default().begin(path, &sender, |busy, sender| look_and_ask(busy, sender, look_at_files));
+    }
+    drop(sender);
+    let looked = Received::until(deadline, &receiver)?.samples(paths);
+    let too_many = format!("it is not looked at, because there are more than {MOST_PODS} pods");
+    let left_out = left_out.iter().map(|path| without_answer(path, &too_many));
+    Ok(looked.into_iter().chain(left_out).map(|sample| sample.pod).collect())
+}
+
+/// The templates below `root`, sorted by name. Clones are counted among the [`pods`] that can be looked at.
+pub fn templates(root: &Path) -> io::Result<Vec<Template>> {
+    match fs::exists(root.join(DIR)) {
+        Ok(false) => Ok(Vec::new()),
+        Ok(true) | Err(_) => templates_of(root, &pods(root)?),
+    }
 }
 
 impl Sampler {
@@ -121,21 +176,9 @@ impl Sampler {
             send(sender, Found::Templates(templates));
         });
         drop(sender);
-        let (mut found, mut answers, mut templates) = (HashMap::new(), HashMap::new(), None);
-        while let Ok(one) = receiver.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
-            match one {
-                Found::Pod(path, looked) => drop(found.insert(path, looked)),
-                Found::Answer(path, answer) => drop(answers.insert(path, answer)),
-                Found::Templates(listed) => templates = Some(listed?),
-            }
-        }
-        let pods: Vec<_> = paths
-            .into_iter()
-            .filter_map(|path| match found.remove(&path) {
-                Some(looked) => Some(with_answer(*looked?, answers.remove(&path))),
-                None => Some(without_answer(&path)),
-            })
-            .collect();
+        let mut received = Received::until(deadline, &receiver)?;
+        let pods = received.samples(paths);
+        let mut templates = received.templates;
         for template in templates.iter_mut().flatten() {
             let is_clone = |sample: &&Sample| sample.pod.template.as_ref() == Some(&template.path);
             template.clones = pods.iter().filter(is_clone).count();
@@ -198,10 +241,10 @@ fn send(sender: &Sender<Found>, found: Found) {
     _ = sender.send(found);
 }
 
-/// A pod that cannot be looked at in time.
-fn without_answer(path: &Path) -> Sample {
+/// A pod that is not looked at, and why.
+fn without_answer(path: &Path, reason: &str) -> Sample {
     let mut pod = pods::named(path);
-    pod.problems.push(one_line(&format!("{}: it cannot be looked at in time", path.display())));
+    pod.problems.push(one_line(&format!("{}: {reason}", path.display())));
     Sample { pod, is_up: false, usage: Usage::default(), container_oom_kills: None, start: None }
 }
 
@@ -224,6 +267,14 @@ fn with_answer(looked: Looked, answer: Option<Answer>) -> Sample {
     sample
 }
 
+/// As [`look`], without what the pod uses, and nothing to ask its VMM for.
+fn look_at_files(path: &Path) -> Option<Looked> {
+    let (pod, ..) = pods::look(path);
+    let sample =
+        Sample { pod, is_up: false, usage: Usage::default(), container_oom_kills: None, start: None };
+    path.exists().then_some(Looked { sample, vmm: None })
+}
+
 fn look(path: &Path) -> Option<Looked> {
     let (mut pod, vmm, config) = pods::look(path);
     let vmm = vmm.zip(config);
@@ -243,12 +294,13 @@ fn look(path: &Path) -> Option<Looked> {
 #[cfg(test)]
 mod tests {
     use std::{
-        fs,
         io::{BufRead, BufReader, Write},
         os::unix::net::UnixListener,
         sync::atomic::{AtomicUsize, Ordering},
         thread,
     };
+
+    use nix::{sys::stat::Mode, unistd::mkfifo};
 
     use super::*;
     use crate::{
@@ -257,7 +309,7 @@ mod tests {
             process_id::ProcessId,
             state_dir::{self, StateDir},
         },
-        operator::pods::PodState,
+        operator::{self, pods::PodState},
         types::timeline::Timeline,
     };
 
@@ -274,7 +326,7 @@ mod tests {
                 LOOKS.fetch_add(1, Ordering::Relaxed);
                 thread::sleep(Duration::from_secs(3600));
             }
-            let sample = Sample { is_up: true, ..without_answer(path) };
+            let sample = Sample { is_up: true, ..without_answer(path, "a test") };
             Some(Looked { sample, vmm: None })
         };
         for _ in 0..2 {
@@ -326,6 +378,68 @@ mod tests {
             let problems = start().pod.problems.join("\n");
             assert!(problems.contains(problem), "{problems}");
         }
+    }
+
+    #[test]
+    fn no_list_waits_for_a_pod_that_hangs() {
+        let dir = tempfile::tempdir().unwrap();
+        for name in ["c/ns/good", "c/ns/hangs", ".templates/00ff"] {
+            fs::create_dir_all(dir.path().join(name)).unwrap();
+        }
+        // Whoever opens it waits for somebody who writes.
+        mkfifo(&dir.path().join("c/ns/hangs/vmm.json"), Mode::S_IRUSR).unwrap();
+        let (sender, receiver) = channel();
+        let begin = |list: fn(&Path) -> usize| {
+            let (root, sender) = (dir.path().to_owned(), sender.clone());
+            thread::spawn(move || sender.send(list(&root)));
+        };
+        let next = || receiver.recv_timeout(Duration::from_secs(60)).expect("it waits");
+        begin(|root| {
+            let pods = operator::pods(root).unwrap();
+            let problem = |at: usize| pods[at].problems.join("\n");
+            assert!(problem(0).contains("cannot read the journal"), "{pods:?}");
+            assert!(pods[1].id == "hangs" && problem(1).ends_with("cannot be looked at in time"), "{pods:?}");
+            pods.len()
+        });
+        begin(|root| operator::templates(root).unwrap().len() + 10);
+        let listed = [next(), next()];
+        assert!(listed == [2, 11] || listed == [11, 2], "{listed:?}");
+        begin(|root| operator::garbage(root).unwrap().len());
+        assert_eq!(next(), 0);
+        begin(|root| operator::remove_all_templates(root).unwrap());
+        assert_eq!(next(), 1);
+    }
+
+    #[test]
+    fn a_pod_of_a_later_version_is_up() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = pod(dir.path());
+        let config = serde_json::json!({"api_version": 1000, "vcpus": 2, "control": "control.sock", "later": {},
+            "shares": [{"tag": "share", "later": 1}], "restore_from": "/t"});
+        fs::write(path.join("vmm.json"), config.to_string()).unwrap();
+        let listener = UnixListener::bind(path.join("control.sock")).unwrap();
+        let vmm = thread::spawn(move || {
+            let (mut client, _) = listener.accept().unwrap();
+            let mut requests = BufReader::new(client.try_clone().unwrap());
+            for _ in 0..2 {
+                requests.read_line(&mut String::new()).unwrap();
+            }
+            let share = r#"{"tag":"share","requests":{"LOOKUP":3},"later":1}"#;
+            let shares = format!(r#"{{"result":"counts","later":1,"shares":[{share}]}}"#);
+            let devices = r#"{"result":"devices","later":1,"balloon_bytes":5}"#;
+            client.write_all(format!("{shares}\n{devices}\n").as_bytes()).unwrap();
+        });
+        let sample = Sampler::default()
+            .sample_within(dir.path(), Duration::from_secs(60), look)
+            .unwrap()
+            .pods
+            .remove(0);
+        assert_eq!((sample.is_up, &sample.pod.problems[..]), (true, &[][..]));
+        assert_eq!((sample.pod.vcpus, sample.pod.template), (Some(2), Some("/t".into())));
+        assert!(sample.usage.threads.is_some());
+        assert_eq!(sample.usage.file_requests, [("share".to_owned(), 3)]);
+        assert_eq!(sample.usage.devices.balloon_bytes, Some(5));
+        vmm.join().unwrap();
     }
 
     #[test]

@@ -10,7 +10,8 @@ use std::{
 use serde::Serialize;
 
 use crate::{
-    operator::pods::{Pod, pods},
+    host::no_symlinks::gone,
+    operator::pods::Pod,
     types::config::Config,
     vm::{
         memory::MemoryRange,
@@ -45,14 +46,6 @@ pub enum TemplateState {
     Outdated,
     /// A pod makes it at this moment, or its shim was killed meanwhile.
     Unfinished,
-}
-
-/// The templates below `root`, sorted by name.
-pub fn templates(root: &Path) -> io::Result<Vec<Template>> {
-    match fs::exists(root.join(DIR)) {
-        Ok(false) => Ok(Vec::new()),
-        Ok(true) | Err(_) => templates_of(root, &pods(root)?),
-    }
 }
 
 /// The templates below `root`, sorted by name. Only clones among these pods are counted.
@@ -97,13 +90,20 @@ pub fn remove_template(root: &Path, name: &str) -> io::Result<()> {
     template::remove(&path)
 }
 
+/// The names of the templates below `root` that [`remove_template`] can remove.
+pub fn template_names(root: &Path) -> io::Result<Vec<String>> {
+    let templates = templates_of(root, &[])?.into_iter();
+    Ok(templates.filter(|it| it.state != TemplateState::Unfinished).map(|it| it.name).collect())
+}
+
 /// Removes all templates below `root`, and the directories if nothing else is in them. One that is being made is left
 /// alone. Returns how many were removed.
 pub fn remove_all_templates(root: &Path) -> io::Result<usize> {
     let directory = root.join(DIR);
     let mut removed = 0;
-    for template in templates(root)?.into_iter().filter(|it| it.state != TemplateState::Unfinished) {
-        remove_template(root, &template.name)?;
+    for name in template_names(root)? {
+        // A pod that makes a template may have removed it meanwhile, because it is outdated.
+        gone(remove_template(root, &name))?;
         removed += 1;
     }
     removed += template::remove_unused(&directory)?.unwrap_or_default().len();
@@ -128,7 +128,25 @@ pub fn largest_template_mib(config: &Config) -> u32 {
 
 #[cfg(test)]
 mod tests {
+    use std::thread;
+
     use super::*;
+    use crate::operator::sample::templates;
+
+    #[test]
+    fn a_template_that_somebody_else_removes_keeps_no_other() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path().join("run");
+        for name in 0..200 {
+            fs::create_dir_all(root.join(DIR).join(format!("{name:04x}"))).unwrap();
+        }
+        thread::scope(|scope| {
+            let others: Vec<_> = (0..4).map(|_| scope.spawn(|| remove_all_templates(&root))).collect();
+            let removed = others.into_iter().map(|other| other.join().unwrap().unwrap()).sum::<usize>();
+            assert!(removed >= 200, "{removed}");
+        });
+        assert!(!root.exists());
+    }
 
     #[test]
     fn templates_are_listed_and_removed_by_name() {

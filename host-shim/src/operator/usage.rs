@@ -2,20 +2,24 @@
 //! guest that has taken over its VMM could change. They are sorted into fixed kinds, and numbers.
 
 use std::{
+    collections::BTreeMap,
     fs::{self, File},
     io::{self, BufRead, BufReader, Read, Write},
     os::{fd::AsRawFd, unix::net::UnixStream},
     path::{Path, PathBuf},
 };
 
-use bulkhead_vmm_api::{ControlReply, ControlRequest, DeviceCounts, VmConfig};
+use bulkhead_vmm_api::{ControlReply, ControlRequest, DeviceCounts};
 use rustix::{
     net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with},
     param::clock_ticks_per_second,
 };
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
-use crate::host::{network::TAP, process_id::ProcessId};
+use crate::{
+    host::{network::TAP, process_id::ProcessId},
+    operator::pods::VmmConfig,
+};
 
 /// The most bytes of a file that are read.
 const MOST_BYTES: u64 = 64 << 10;
@@ -109,7 +113,7 @@ pub struct Pressure {
 const KVM: &str = "/sys/kernel/debug/kvm";
 
 /// What the VMM uses. `state` is the pod's state directory.
-pub(super) fn of(vmm: ProcessId, config: &VmConfig) -> Usage {
+pub(super) fn of(vmm: ProcessId, config: &VmmConfig) -> Usage {
     let proc = PathBuf::from(format!("/proc/{}", vmm.pid));
     let (cpu, threads) = threads(&proc).unzip();
     Usage {
@@ -254,7 +258,7 @@ pub(super) struct Answer {
 /// Asks the VMM how many requests for files there were of each of its shares, and what its devices have done. Waits
 /// until the VMM answers, or ends: if each look at a VMM that hangs made a connection and gave it up, they would all
 /// wait for the VMM. An error: it cannot be asked, or its answer is of no use.
-pub(super) fn ask(state: &Path, config: &VmConfig) -> io::Result<Answer> {
+pub(super) fn ask(state: &Path, config: &VmmConfig) -> io::Result<Answer> {
     let directory = File::open(state)?;
     // A path that fits sun_path (unix(7)) always.
     let path = Path::new("/proc/self/fd").join(directory.as_raw_fd().to_string()).join(&config.control);
@@ -284,19 +288,27 @@ pub(super) fn ask(state: &Path, config: &VmConfig) -> io::Result<Answer> {
     Ok(Answer { file_requests, devices })
 }
 
+/// What is of interest here of [`ControlReply::Counts`]. That of a later version may have more keys.
+#[derive(Deserialize)]
+struct Counts {
+    shares: Vec<ShareCounts>,
+}
+
+#[derive(Deserialize)]
+struct ShareCounts {
+    tag: String,
+    requests: BTreeMap<String, u64>,
+}
+
 /// The numbers in the answer of a VMM.
-fn file_requests(line: &[u8], config: &VmConfig) -> io::Result<Vec<(String, u64)>> {
-    match serde_json::from_slice(line)? {
-        ControlReply::Counts { shares } => {
-            let count = |tag: &str| {
-                let of_tag = shares.iter().filter(|share| share.tag == tag);
-                of_tag.flat_map(|share| share.requests.values()).fold(0, |sum: u64, n| sum.saturating_add(*n))
-            };
-            // The tags are those of the configuration, whatever the VMM says.
-            Ok(config.shares.iter().map(|share| (share.tag.clone(), count(&share.tag))).collect())
-        }
-        _ => Err(io::ErrorKind::InvalidData.into()),
-    }
+fn file_requests(line: &[u8], config: &VmmConfig) -> io::Result<Vec<(String, u64)>> {
+    let Counts { shares } = serde_json::from_slice(line)?;
+    let count = |tag: &str| {
+        let of_tag = shares.iter().filter(|share| share.tag == tag);
+        of_tag.flat_map(|share| share.requests.values()).fold(0, |sum: u64, n| sum.saturating_add(*n))
+    };
+    // The tags are those of the configuration, whatever the VMM says.
+    Ok(config.shares.iter().map(|share| (share.tag.clone(), count(&share.tag))).collect())
 }
 
 #[cfg(test)]
@@ -388,7 +400,7 @@ mod tests {
         assert_eq!(kvm_exits(dir.path(), 2), None);
     }
 
-    fn config() -> VmConfig {
+    fn config() -> VmmConfig {
         let text = serde_json::json!({"api_version": 9, "kernel": "k", "initramfs": "i", "vcpus": 1,
             "memory_mib": 256, "control": "control.sock", "vsock": "v",
             "shares": [{"tag": "share", "dir": "share"}]});

@@ -6,13 +6,14 @@
 //! protocol"). Nothing else may be printed: containerd 1.6 to 2.0 read stdout and stderr as one.
 
 use std::{
-    env, fs,
+    fs,
     io::{self, Read},
     os::{
         fd::OwnedFd,
         unix::{
             fs::{DirBuilderExt, PermissionsExt},
             net::{UnixListener, UnixStream},
+            process::CommandExt,
         },
     },
     path::{Path, PathBuf},
@@ -24,7 +25,10 @@ use protobuf::{Message, well_known_types::any::Any};
 use sha2::{Digest, Sha256};
 
 use crate::{
-    host::cgroup::{self, CgroupError},
+    host::{
+        cgroup::{self, CgroupError},
+        placeholder_process::PROGRAM,
+    },
     pod::{container_role::Role, create_request},
     service::args::Args,
     types::{
@@ -35,6 +39,9 @@ use crate::{
 
 /// Where containerd keeps the sockets of shims.
 const SOCKETS: &str = "/run/containerd/s";
+
+/// This program. The name in the file system may be that of another version by now.
+pub(super) const SELF: &str = "/proc/self/exe";
 
 /// The file in the bundle by which containerd 1.6 finds the shim again after a restart.
 const ADDRESS_FILE: &str = "address";
@@ -180,9 +187,8 @@ fn bind(path: &Path) -> Result<Option<UnixListener>, StartError> {
 
 /// The server gets the listener as its stdin, so that containerd can connect before it runs.
 fn spawn_server(args: &Args, listener: UnixListener, shim_cgroup: Option<&Path>) -> Result<(), StartError> {
-    let executable = env::current_exe().map_err(StartError::Spawn)?;
-    let mut command = Command::new(executable);
-    command.args(["-namespace", &args.namespace, "-id", &args.id, "-address", &args.address]);
+    let mut command = Command::new(SELF);
+    command.arg0(PROGRAM).args(["-namespace", &args.namespace, "-id", &args.id, "-address", &args.address]);
     if args.debug {
         command.arg("-debug");
     }

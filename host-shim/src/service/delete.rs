@@ -44,7 +44,11 @@ use crate::{
         state_dir::{self, STATE_ROOT},
     },
     pod::{container_role::Role, create_request},
-    service::{args::Args, bootstrap::socket_path, server::SELF, undo},
+    service::{
+        args::Args,
+        bootstrap::{SELF, socket_path},
+        undo,
+    },
     types::{
         error::chain,
         exit::{Exit, timestamp},

@@ -1,14 +1,19 @@
 //! The server: one process for one pod, from containerd's `start` to its Shutdown.
 
 use std::{
-    env, fs, io,
+    env,
+    ffi::CStr,
+    fs, io,
     os::{fd::AsFd, unix::net::UnixListener},
     path::{Path, PathBuf},
     sync::Arc,
     time::Duration,
 };
 
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use rustix::{
+    process::{Resource, Rlimit, getrlimit, setrlimit},
+    thread::set_name,
+};
 use tokio::{
     signal::unix::{SignalKind, signal},
     sync::watch,
@@ -24,7 +29,7 @@ use crate::{
     pod::{pod::Pod, pod_vm::Settings},
     service::{
         args::Args,
-        bootstrap::socket_path,
+        bootstrap::{SELF, socket_path},
         connections::{Spare, connections},
         logging,
         sandbox::SandboxService,
@@ -49,8 +54,8 @@ const OPEN_FILES: u64 = 1 << 16;
 /// whose storage hangs keeps its thread.
 const BLOCKING_IDLE: Duration = Duration::from_secs(1);
 
-/// This program. The name in the file system may be that of another version by now.
-pub(super) const SELF: &str = "/proc/self/exe";
+/// What the kernel keeps of the name of this program: 15 bytes (/proc/PID/comm, proc(5)).
+const NAME: &CStr = c"containerd-shim";
 
 /// Why the server ended with an error.
 #[derive(Debug, thiserror::Error)]
@@ -66,6 +71,8 @@ pub(crate) enum ServeError {
 /// Serves until containerd says Shutdown, a signal to end comes, or nobody needs the shim.
 pub(crate) fn serve(args: &Args) -> Result<(), ServeError> {
     raise_open_files();
+    // The kernel has named it `exe`, after the path by which it was executed. Nothing depends on the name.
+    _ = set_name(NAME);
     let spare = Spare::reserve().map_err(ServeError::Begin)?;
     // Away from containerd's own process group and terminal.
     nix::unistd::setsid().map_err(|e| ServeError::Begin(e.into()))?;

@@ -132,7 +132,7 @@ mod tests {
             ("memory_mib", "much", "\"much\": invalid type: string \"much\", expected u32"),
             ("memory_mib", "8", "memory_mib = 8: at least 64 are needed"),
             ("memory_mib", "-1", "\"-1\": invalid value: integer `-1`, expected u32"),
-            ("vcpus", "33", "vcpus = 33: 1 to 32 are possible"),
+            ("vcpus", "33", "vcpus = 33: it must be 1 to 32"),
             ("log_level", "loud", "\"loud\": unknown variant `loud`, expected one of"),
             ("log_level", "\u{1b}[2J", "\"\\u{1b}[2J\": "),
         ] {

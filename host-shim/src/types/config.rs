@@ -276,7 +276,7 @@ impl Config {
         };
         for (field, vcpus) in [("vcpus", self.vcpus), ("max_vcpus", Some(self.max_vcpus))] {
             if let Some(vcpus) = vcpus.filter(|vcpus| !(1..=MOST_VCPUS).contains(vcpus)) {
-                return range(field, vcpus.into(), "1 to 32 are possible");
+                return range(field, vcpus.into(), "it must be 1 to 32");
             }
         }
         if self.memory_mib < 64 {

@@ -21,6 +21,7 @@ use crate::{
     host::{
         blocking::{self, BlockingError},
         journal::Effect,
+        no_symlinks::gone,
         state_dir::TEMPLATE_CONFIG,
     },
     types::error::chain,
@@ -252,7 +253,8 @@ pub(crate) fn remove(path: &Path) -> io::Result<()> {
     hidden.push(path.file_name().unwrap_or_default());
     let hidden = path.with_file_name(hidden);
     fs::rename(path, &hidden)?;
-    fs::remove_dir_all(hidden)
+    // Whoever removes what was not completed may have removed this.
+    gone(fs::remove_dir_all(hidden))
 }
 
 /// Removes the templates that no pod will use: those that were never completed, and those whose parts were replaced.
@@ -271,7 +273,8 @@ pub(crate) fn remove_unused(templates: &Path) -> io::Result<Option<Vec<PathBuf>>
     for entry in fs::read_dir(templates)? {
         let path = entry?.path();
         if is_unfinished(&path) || is_outdated(&path) {
-            remove(&path)?;
+            // Whoever removes one by its name does not have the lock.
+            gone(remove(&path))?;
             removed.push(path);
         }
     }

@@ -162,6 +162,11 @@ fn block(yaml: &str) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
+    use std::env;
+    use std::os::unix::fs::PermissionsExt;
+    use std::path::PathBuf;
+    use std::process::Command;
+
     use super::*;
 
     #[test]
@@ -171,6 +176,104 @@ mod tests {
         assert_eq!(script.lines().count(), begins.len(), "{script}");
         assert!(script.lines().zip(begins).all(|(line, begin)| line.starts_with(begin)), "{script}");
         assert!(commands_of_image("    docker build .\n    mkdir install\n").is_err());
+    }
+
+    /// A node that is a directory, and what its programs have said and done there.
+    struct Node(tempfile::TempDir);
+
+    impl Node {
+        /// `programs` is a part of a script: what `bulkhead` and `systemctl` of the node do, by the words of the line.
+        fn with(programs: &str) -> Self {
+            let node = Self(tempfile::tempdir().unwrap());
+            for directory in ["bin", "host/run", "host/usr/local/bin", "new/usr/local/bin"] {
+                fs::create_dir_all(node.at(directory)).unwrap();
+            }
+            let text = format!(
+                "#!/bin/sh\nshift 4\ncd {}\necho \"$*\" >> called\ncase \"$*\" in\n{programs}\nesac\n",
+                node.0.path().display()
+            );
+            for (path, text) in [
+                ("bin/nsenter", &*text),
+                ("host/usr/local/bin/bulkhead", "old"),
+                ("new/usr/local/bin/bulkhead", "new"),
+            ] {
+                fs::write(node.at(path), text).unwrap();
+                fs::set_permissions(node.at(path), fs::Permissions::from_mode(0o755)).unwrap();
+            }
+            let status = Command::new("tar")
+                .args(["-czf", "bulkhead.tar.gz", "-C", "new", "usr/local/bin/bulkhead"])
+                .current_dir(&node.0)
+                .status();
+            assert!(status.unwrap().success());
+            node
+        }
+
+        fn at(&self, path: &str) -> PathBuf {
+            self.0.path().join(path)
+        }
+
+        /// Runs the script of the manifest. Returns whether it has succeeded, and what it has said.
+        fn run(&self, manifest: &str) -> (bool, String) {
+            // The container's own root directory is that of the node here.
+            let place = |file: &str| self.at(file).display().to_string();
+            let mut text = script(manifest).unwrap();
+            for file in ["host/", "bulkhead.tar.gz", "pods", "left", "said"] {
+                text = text.replace(&format!("/{file}"), &place(file));
+            }
+            let path = format!("{}:{}", place("bin"), env::var("PATH").unwrap());
+            let ended =
+                Command::new("sh").args(["-ec", &text]).env("PATH", path).current_dir("/").output().unwrap();
+            let said = [ended.stdout, ended.stderr].map(|bytes| String::from_utf8(bytes).unwrap()).concat();
+            (ended.status.success(), said)
+        }
+
+        fn called(&self) -> String {
+            fs::read_to_string(self.at("called")).unwrap()
+        }
+    }
+
+    /// `bulkhead ps --json` of a node with one pod.
+    fn one_pod(state: &str) -> String {
+        format!(
+            "*' ps --json') printf '[\\n  {{\\n    \"id\": \"demo\",\\n    \"state\": \"{state}\"\\n  }}\\n]\\n' ;;"
+        )
+    }
+
+    #[test]
+    fn what_no_shim_owns_is_no_pod() {
+        // A template build that was killed: `gc` removes what it has left.
+        let ps = one_pod("leftover").replace("') printf", "') [ -e clean ] && echo '[]' || printf");
+        let node = Node::with(&format!("*' gc') touch clean ;;\n{ps}"));
+        let (is_done, said) = node.run("daemonset-remove.yaml");
+        assert!(is_done && said.ends_with(&format!("{REMOVED}\n")), "{said}");
+        assert!(!node.at("host/usr/local/bin/bulkhead").exists(), "{}", node.called());
+        for (state, reason) in [
+            ("running", "Pods of Bulkhead run on this node: delete them."),
+            ("unknown", "Pods of Bulkhead run on this node: delete them."),
+            ("leftover", "`bulkhead gc` cannot remove what pods have left on this node."),
+        ] {
+            let node =
+                Node::with(&format!("*' gc') echo 'PATH failed: busy'; exit 1 ;;\n{}", one_pod(state)));
+            let (is_done, said) = node.run("daemonset-remove.yaml");
+            assert!(!is_done && said.contains(reason) && said.contains("failed: busy"), "{said}");
+            assert!(node.at("host/usr/local/bin/bulkhead").exists() && !node.called().contains("uninstall"));
+        }
+    }
+
+    #[test]
+    fn an_upgrade_restarts_the_server_of_metrics() {
+        let node = Node::with(
+            "*' install') echo \"containerd's configuration is as it was\" ;;\n*metrics*) exit 5 ;;",
+        );
+        let (is_done, said) = node.run("daemonset.yaml");
+        assert!(is_done && said.ends_with(&format!("{INSTALLED}\n")), "{said}");
+        assert_eq!(fs::read_to_string(node.at("host/usr/local/bin/bulkhead")).unwrap(), "new");
+        let called = node.called();
+        assert!(
+            called.contains("systemctl daemon-reload\nsystemctl try-restart bulkhead-metrics.service\n"),
+            "{called}"
+        );
+        assert!(!called.contains("--restart"), "{called}");
     }
 
     #[test]

@@ -27,7 +27,8 @@ if [ \"$1\" = remove ]; then
         systemctl --no-reload disable --now bulkhead-metrics.service || :
     fi
     # A package whose program is gone, or cannot do it, can be removed all the same.
-    [ -x /usr/bin/bulkhead ] && /usr/bin/bulkhead uninstall ||
+    # One that hangs is ended, because dpkg would wait for it.
+    [ -x /usr/bin/bulkhead ] && timeout --kill-after 10 120 /usr/bin/bulkhead uninstall ||
         echo 'bulkhead: not all was undone. Remove its handlers from the configuration of containerd.' >&2
 fi
 ";
@@ -101,9 +102,35 @@ fn member(archive: &mut Vec<u8>, name: &str, data: &[u8]) {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use std::fs;
+    use std::os::unix::fs::PermissionsExt;
     use std::process::Command;
+    use std::time::{Duration, Instant};
 
     use super::*;
+
+    #[test]
+    fn a_command_that_hangs_keeps_no_package() {
+        let dir = tempfile::tempdir().unwrap();
+        let program = dir.path().join("bulkhead");
+        let removed = |text: &str| {
+            fs::write(&program, text).unwrap();
+            fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
+            // Not on the host of this test.
+            let script = BEFORE_REMOVAL.replace("/usr/bin/bulkhead", &program.to_string_lossy());
+            let script =
+                script.replace("/run/systemd/system", "/no/such/directory").replace(" 10 120 ", " 1 1 ");
+            let ended = Command::new("sh").args(["-c", &script, "prerm", "remove"]).output().unwrap();
+            assert!(ended.status.success());
+            String::from_utf8(ended.stderr).unwrap()
+        };
+        assert_eq!(removed("#!/bin/sh\n[ \"$*\" = uninstall ]\n"), "");
+        for hangs in ["#!/bin/sh\nexec sleep 60\n", "#!/bin/sh\ntrap '' TERM\nsleep 60\nsleep 60\n"] {
+            let begun = Instant::now();
+            let said = removed(hangs);
+            assert!(said.contains("bulkhead: not all was undone."), "{said}");
+            assert!(begun.elapsed() < Duration::from_secs(50), "{hangs}");
+        }
+    }
 
     #[test]
     fn dpkg_reads_the_package() {
