@@ -31,6 +31,7 @@ use bulkhead_agent_api::{
     name_server::{ADDRESS, MAX_ANSWER, MAX_QUESTIONS, Message, with_length},
     nftables::Protocol,
 };
+use bulkhead_vmm_api::tap;
 
 const MAC: [u8; 6] = [2, 0, 0, 9, 8, 7];
 const PEER_MAC: [u8; 6] = [2, 0, 0, 9, 8, 6];
@@ -465,7 +466,7 @@ fn a_tap_with_several_queues_has_no_qdisc_for_each() {
     let (pod, outside) = (Pod::new(), Pod::new());
     pod.veth("eth0", &outside, "lan");
     let eth0 = pod.inside(async |handle| index(&handle, "eth0").await);
-    let create = |queues| bulkhead_vmm_api::tap::create(TAP, queues).map_err(failed("making a tap"));
+    let create = |queues| tap::create(TAP, queues).map_err(failed("making a tap"));
     let tap = |queues| netns::visit(&pod.netns(), || create(queues)).unwrap();
     let two = tap(2);
     for _ in 0..2 {
@@ -478,6 +479,41 @@ fn a_tap_with_several_queues_has_no_qdisc_for_each() {
     let _one = tap(1);
     redirect::install(&pod.netns(), eth0, TAP, false).unwrap();
     assert!(!qdiscs(&pod, TAP).contains(&"noqueue".to_owned()), "{:?}", qdiscs(&pod, TAP));
+}
+
+#[test]
+fn a_tap_with_several_queues_holds_no_more_packets_than_one_with_a_single_queue() {
+    let (pod, outside) = (Pod::new(), Pod::new());
+    pod.veth("eth0", &outside, "lan");
+    let eth0 = pod.inside(async |handle| index(&handle, "eth0").await);
+    let remote = Ipv4Addr::new(10, 1, 2, 3);
+    outside.inside(async |handle| {
+        let lan = index(&handle, "lan").await;
+        handle.address().add(lan, Ipv4Addr::new(10, 1, 2, 4).into(), 24).execute().await.unwrap();
+        handle.neighbours().add(lan, remote.into()).link_layer_address(&MAC).execute().await.unwrap();
+    });
+    let held = |queues| {
+        let create = || tap::create(TAP, queues).map_err(failed("making a tap"));
+        let tap = netns::visit(&pod.netns(), create).unwrap();
+        let has_last = |has| tap.get(3).is_none_or(|last| tap::set_attached(last, has).is_ok());
+        // One of them is not used at that moment.
+        assert!(has_last(false));
+        redirect::install(&pod.netns(), eth0, TAP, false).unwrap();
+        assert!(has_last(true));
+        outside.inside(async |_| {
+            for _ in 0..100 {
+                let flow = UdpSocket::bind("0.0.0.0:0").unwrap();
+                (0..60).for_each(|_| assert_eq!(flow.send_to(b"text", (remote, 7)).unwrap(), 4));
+            }
+        });
+        let packets = |mut queue: &File| std::iter::from_fn(|| queue.read(&mut [0; 1000]).ok()).count();
+        let held: Vec<_> = tap.iter().map(packets).collect();
+        redirect::uninstall(&pod.netns(), Some(eth0), TAP).unwrap();
+        held
+    };
+    let (one, several) = (held(1), held(4));
+    assert!(several.iter().all(|held| (200..=250).contains(held)), "{several:?}");
+    assert!(several.iter().sum::<usize>() <= one[0], "{several:?} {one:?}");
 }
 
 #[tokio::test]
