@@ -1,11 +1,11 @@
 use std::{
-    fs::File,
+    fs::{self, File},
     io::{Read, Write},
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, UdpSocket},
     process::{Child, Command},
     sync::Arc,
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use futures::TryStreamExt;
@@ -371,6 +371,56 @@ async fn what_changes_later_is_noticed() {
     while tokio::time::timeout(Duration::from_secs(3), watch.changed()).await.is_ok() {}
     pod.veth(TAP, &outside, "guest");
     pod.inside(async |handle| handle.link().del(index(&handle, TAP).await).execute().await.unwrap());
+}
+
+#[tokio::test]
+async fn a_guest_that_changes_its_tap_without_end_hides_nothing_and_has_scans_made_now_and_then() {
+    let (pod, outside) = (Pod::new(), Pod::new());
+    pod.inside(async |_| fs::write("/proc/sys/net/ipv6/conf/default/disable_ipv6", "1").unwrap());
+    pod.veth("eth0", &outside, "lan");
+    pod.veth(TAP, &outside, "guest");
+    let (scan, mut watch) = scan_and_watch(pod.process(), ()).await.unwrap();
+    let eth0 = scan.interfaces[0].index;
+    let address = |last| {
+        pod.inside(async |handle| {
+            let addresses = handle.address();
+            addresses.add(eth0, Ipv4Addr::new(10, 1, 2, last).into(), 24).execute().await.unwrap();
+        });
+    };
+    // More than the kernel keeps while nobody reads.
+    let flood = || {
+        pod.inside(async |handle| {
+            let tap = index(&handle, TAP).await;
+            for mtu in 1000..1400 {
+                let changed = LinkUnspec::new_with_index(tap).mtu(mtu).build();
+                handle.link().set(changed).execute().await.unwrap();
+            }
+        });
+    };
+    let patience = Duration::from_secs(20);
+    flood();
+    // The kernel tells nobody of it.
+    address(3);
+    tokio::time::timeout(patience, watch.changed()).await.unwrap().unwrap();
+    let begun = Instant::now();
+    flood();
+    address(4);
+    tokio::time::timeout(patience, watch.changed()).await.unwrap().unwrap();
+    assert!(begun.elapsed() >= watch::AFTER_LOSS, "{:?}", begun.elapsed());
+    // What the kernel does tell of meanwhile does not wait.
+    let begun = Instant::now();
+    flood();
+    let others = async {
+        for last in 5..250 {
+            address(last);
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+    };
+    tokio::select! {
+        changed = watch.changed() => changed.unwrap(),
+        () = others => panic!("nothing was noticed"),
+    }
+    assert!(begun.elapsed() < watch::AFTER_LOSS, "{:?}", begun.elapsed());
 }
 
 #[test]
