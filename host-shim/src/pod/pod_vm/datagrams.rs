@@ -184,15 +184,20 @@ mod tests {
 
     impl Passing {
         fn to(path: &Path, confinement: Confinement) -> Self {
+            Self::among(&Connections::default(), path, confinement)
+        }
+
+        /// As one of several of a pod.
+        fn among(connections: &Connections, path: &Path, confinement: Confinement) -> Self {
             let Source::Socket(socket) = look(0, path, no_symlinks::open(path).unwrap()).unwrap() else {
                 panic!("no socket")
             };
             let clients = Clients::Container { id: "demo".into(), confinement: Arc::new(confinement) };
             let (guest, stream) = duplex(64);
             let dropped = Arc::<Mutex<Vec<ErrorKind>>>::default();
-            let log = Arc::clone(&dropped);
+            let (log, connections) = (Arc::clone(&dropped), connections.clone());
             let ends = tokio::spawn(async move {
-                let (socket, connections) = (Arc::new(socket), Connections::default());
+                let socket = Arc::new(socket);
                 let senders = Senders::new(&socket, &clients, &connections, std::process::id());
                 let ended = senders.pass_all(stream, |error| lock(&log).push(error.kind())).await;
                 match ended {
@@ -301,13 +306,12 @@ mod tests {
         service
     }
 
-    #[tokio::test]
-    async fn a_service_that_receives_nothing_keeps_datagrams_of_a_few_users_only() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("log");
+    /// A service that has received nothing of what a guest has sent as many users, until the guest had to wait.
+    async fn stalled(connections: &Connections, dir: &Path) -> (UnixDatagram, Passing) {
+        let path = dir.join("stalled");
         let service = patient_service(&path);
         fs::set_permissions(&path, Permissions::from_mode(0o666)).unwrap();
-        let mut passing = Passing::to(&path, Confinement::default());
+        let mut passing = Passing::among(connections, &path, Confinement::default());
         let longest = vec![7; MAX_DATAGRAM];
         let mut sent = 0;
         while let Ok(written) =
@@ -315,13 +319,35 @@ mod tests {
         {
             written.unwrap();
             sent += 1;
-            assert!(sent <= MOST_SENDERS as u32 + 1, "another user who has a socket");
+            assert!(sent <= MOST_SENDERS as u32 + 1, "another user has a socket");
         }
-        let kept = std::iter::from_fn(|| service.try_recv(&mut [0]).ok()).count();
+        (service, passing)
+    }
+
+    #[tokio::test]
+    async fn a_service_that_receives_nothing_keeps_datagrams_of_a_few_users_only() {
+        let (dir, connections) = (tempfile::tempdir().unwrap(), Connections::default());
+        let (stalled, _passing) = stalled(&connections, dir.path()).await;
+        let path = dir.path().join("other");
+        let service = service(&path);
+        let mut other = Passing::among(&connections, &path, Confinement::default());
+        for _ in 0..2 {
+            other.send((0, 0), b"another service does not wait").await;
+            receive(&service).await;
+        }
+        let kept = std::iter::from_fn(|| stalled.try_recv(&mut [0]).ok()).count();
         assert_eq!(kept, MOST_SENDERS);
         // The guest goes on when the service does.
-        let (bytes, (_, uid, _)) = receive(&service).await;
+        let (bytes, (_, uid, _)) = receive(&stalled).await;
         assert_eq!((bytes.len(), uid), (MAX_DATAGRAM, MOST_SENDERS as u32));
+    }
+
+    #[tokio::test]
+    async fn a_guest_that_waits_for_a_service_is_told_when_that_ends() {
+        let dir = tempfile::tempdir().unwrap();
+        let (service, passing) = stalled(&Connections::default(), dir.path()).await;
+        drop(service);
+        assert_eq!(passing.end().await, ErrorKind::ConnectionRefused);
     }
 
     #[tokio::test(start_paused = true)]
