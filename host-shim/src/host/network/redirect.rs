@@ -38,8 +38,8 @@ const ALL_PROTOCOLS: u16 = 0x0003_u16.to_be();
 /// The ingress qdisc as the parent of a filter: `ffff:`.
 pub(super) const INGRESS: u32 = 0xffff_0000;
 
-/// Packets that wait in a tap for its guest, at most: as many as the kernel lets wait in a tap with one queue, as in any
-/// Ethernet interface (DEFAULT_TX_QUEUE_LEN). Each may have 64 KiB, which count for no cgroup.
+/// Packets that wait in a tap for its guest, at most: as many as the kernel lets wait in a tap with one queue
+/// (DEFAULT_TX_QUEUE_LEN of Ethernet interfaces). Each may have 64 KiB, which count for no cgroup.
 const MOST_PACKETS: u32 = 1000;
 
 /// IFLA_TUN_NUM_QUEUES and IFLA_TUN_NUM_DISABLED_QUEUES of linux/if_link.h.
