@@ -4,11 +4,12 @@ use std::time::Duration;
 
 use tokio::{
     io::{AsyncRead, AsyncReadExt},
-    time::{Instant, sleep_until},
+    time::Instant,
 };
 
 use crate::types::{
     log_limit::{LogLimit, Logged},
+    pace::Pace,
     text::{LINE, one_line},
 };
 
@@ -39,15 +40,9 @@ pub(crate) async fn read_own_lines(
     let (mut line, mut last) = (Vec::new(), String::new());
     let mut limit = LogLimit::new(LINES, WINDOW);
     let mut buffer = [0; READ_BYTES];
-    let (mut turn, mut left) = (Instant::now(), READS);
+    let mut pace = Pace::new(READS, READ_TURN);
     loop {
-        if left == 0 {
-            sleep_until(turn + READ_TURN).await;
-        }
-        if turn.elapsed() >= READ_TURN {
-            (turn, left) = (Instant::now(), READS);
-        }
-        left = left.saturating_sub(1);
+        pace.turn().await;
         let read = stderr.read(&mut buffer).await.unwrap_or(0);
         let ended = read == 0;
         let bytes = buffer.get(..read).unwrap_or_default();

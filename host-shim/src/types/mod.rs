@@ -12,6 +12,7 @@ pub(crate) mod lock;
 pub(crate) mod log;
 pub(crate) mod log_limit;
 pub(crate) mod options;
+pub(crate) mod pace;
 pub(crate) mod request_error;
 pub(crate) mod spec;
 pub(crate) mod stdio_endpoint;

@@ -21,13 +21,13 @@ use tokio::{
     net::{TcpStream, UdpSocket},
     sync::{mpsc, oneshot},
     task::AbortHandle,
-    time::{Instant, sleep_until, timeout},
+    time::timeout,
 };
 
 use super::{NetworkError, failed, inside, netns};
 use crate::{
     host::{blocking::STACK, process_id::ProcessId},
-    types::error::chain,
+    types::{error::chain, pace::Pace},
 };
 
 /// How long an answer is waited for. docker gives up after 4 s for each of the servers that it asks.
@@ -96,17 +96,13 @@ async fn relay(stream: impl AsyncRead + AsyncWrite) -> io::Result<()> {
     let (answering, mut answers) = mpsc::channel::<Message>(1);
     let read = async {
         let mut asked: Vec<Option<AbortHandle>> = vec![None; MAX_QUESTIONS];
-        let (mut window, mut count) = (Instant::now(), 0);
+        let mut pace = Pace::new(MAX_QUESTIONS as u32, WINDOW);
         loop {
             let question = match Message::read(&mut reader, MAX_QUESTION).await {
                 Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(()),
                 other => other?,
             };
-            if count == MAX_QUESTIONS {
-                sleep_until(window + WINDOW).await;
-                (window, count) = (Instant::now(), 0);
-            }
-            count += 1;
+            pace.turn().await;
             let place = question.number as usize % MAX_QUESTIONS;
             let answering = answering.clone();
             let asking = tokio::spawn(async move {

@@ -13,6 +13,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use bulkhead_vmm_api::MOST_QUEUES;
 use futures::TryStreamExt;
 use nix::{
     errno::Errno::{self, EBUSY, EEXIST, EINVAL, ENODEV, ENOENT},
@@ -20,9 +21,10 @@ use nix::{
 };
 use rtnetlink::{
     Handle, LinkUnspec,
+    packet_core::Nla,
     packet_route::{
         RouteNetlinkMessage,
-        link::{LinkAttribute, LinkMessage},
+        link::{InfoData, InfoTun, LinkAttribute, LinkInfo, LinkMessage},
         tc::{TcAttribute, TcHandle, TcMessage},
     },
 };
@@ -36,6 +38,14 @@ const ALL_PROTOCOLS: u16 = 0x0003_u16.to_be();
 /// The ingress qdisc as the parent of a filter: `ffff:`.
 pub(super) const INGRESS: u32 = 0xffff_0000;
 
+/// Packets that wait in a tap for its guest, at most: as many as the kernel lets wait in a tap with one queue
+/// (DEFAULT_TX_QUEUE_LEN of Ethernet interfaces). Each may have 64 KiB, which count for no cgroup.
+const MOST_PACKETS: u32 = 1000;
+
+/// IFLA_TUN_NUM_QUEUES and IFLA_TUN_NUM_DISABLED_QUEUES of linux/if_link.h.
+const NUM_QUEUES: u16 = 8;
+const NUM_DISABLED_QUEUES: u16 = 9;
+
 /// How long the removal of a qdisc is tried while a thread that was given up adds a filter to it.
 const BUSY: Duration = Duration::from_secs(1);
 const BUSY_PAUSE: Duration = Duration::from_millis(1);
@@ -48,7 +58,7 @@ pub(super) fn install(netns: &File, index: u32, tap: &str, passes_replies: bool)
         let found = link(&handle, tap).await.map_err(refused(format!("looking for {tap}")))?;
         let tap_index = found.header.index;
         if has_several_queues(&found)
-            && let Err(error) = send_at_once(&handle, tap_index).await
+            && let Err(error) = save_memory(&handle, &found).await
         {
             tracing::warn!(tap, error = chain(&error), "the tap takes much memory of the host's kernel");
         }
@@ -69,10 +79,15 @@ fn has_several_queues(tap: &LinkMessage) -> bool {
     tap.attributes.iter().any(|attribute| matches!(attribute, LinkAttribute::NumTxQueues(2..)))
 }
 
-/// Has packets go to the tap's own queues at once. Otherwise the kernel makes a qdisc for each queue for which it has
-/// room when the interface comes up, which takes 6 MiB.
-async fn send_at_once(handle: &Handle, tap: u32) -> Result<(), rtnetlink::Error> {
-    let mut message = TcMessage::with_index(tap as i32);
+/// Has a tap with several queues take little more of the kernel's memory than one with a single queue. Its queues
+/// together hold as many packets for the guest. And packets go to them at once: otherwise the kernel makes a qdisc for
+/// each queue for which it has room when the interface comes up, which takes 6 MiB.
+async fn save_memory(handle: &Handle, tap: &LinkMessage) -> Result<(), rtnetlink::Error> {
+    let index = tap.header.index;
+    let length = LinkAttribute::TxQueueLen(MOST_PACKETS / queues(tap).unwrap_or(MOST_QUEUES.into()));
+    let shorter = LinkUnspec::new_with_index(index).append_extra_attribute(length).build();
+    handle.link().set(shorter).execute().await?;
+    let mut message = TcMessage::with_index(index as i32);
     message.header.parent = TcHandle::ROOT;
     message.attributes.push(TcAttribute::Kind("noqueue".into()));
     match replies::create(handle, RouteNetlinkMessage::NewQueueDiscipline(message)).await {
@@ -80,6 +95,26 @@ async fn send_at_once(handle: &Handle, tap: u32) -> Result<(), rtnetlink::Error>
         Err(error) if is(&error, EEXIST) => Ok(()),
         other => other,
     }
+}
+
+/// How many queues a tap has, attached or not. None: the kernel does not say it.
+fn queues(tap: &LinkMessage) -> Option<u32> {
+    let info = tap.attributes.iter().find_map(|attribute| match attribute {
+        LinkAttribute::LinkInfo(info) => Some(info),
+        _ => None,
+    })?;
+    let data = info.iter().find_map(|info| match info {
+        LinkInfo::Data(InfoData::Tun(data)) => Some(data),
+        _ => None,
+    })?;
+    let counts =
+        data.iter().filter(|attribute| [NUM_QUEUES, NUM_DISABLED_QUEUES].contains(&attribute.kind()));
+    let count = |attribute: &InfoTun| {
+        let mut bytes = [0; 4];
+        (attribute.value_len() == bytes.len()).then(|| attribute.emit_value(&mut bytes))?;
+        Some(u32::from_ne_bytes(bytes))
+    };
+    counts.map(count).sum::<Option<u32>>().filter(|count| *count > 0)
 }
 
 /// Lets the answers to a name server through that has been started since these interfaces and taps were connected.

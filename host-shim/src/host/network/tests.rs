@@ -1,11 +1,11 @@
 use std::{
-    fs::File,
+    fs::{self, File},
     io::{Read, Write},
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, UdpSocket},
     process::{Child, Command},
     sync::Arc,
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use futures::TryStreamExt;
@@ -31,6 +31,7 @@ use bulkhead_agent_api::{
     name_server::{ADDRESS, MAX_ANSWER, MAX_QUESTIONS, Message, with_length},
     nftables::Protocol,
 };
+use bulkhead_vmm_api::tap;
 
 const MAC: [u8; 6] = [2, 0, 0, 9, 8, 7];
 const PEER_MAC: [u8; 6] = [2, 0, 0, 9, 8, 6];
@@ -372,6 +373,56 @@ async fn what_changes_later_is_noticed() {
     pod.inside(async |handle| handle.link().del(index(&handle, TAP).await).execute().await.unwrap());
 }
 
+#[tokio::test]
+async fn a_guest_that_changes_its_tap_without_end_hides_nothing_and_has_scans_made_now_and_then() {
+    let (pod, outside) = (Pod::new(), Pod::new());
+    pod.inside(async |_| fs::write("/proc/sys/net/ipv6/conf/default/disable_ipv6", "1").unwrap());
+    pod.veth("eth0", &outside, "lan");
+    pod.veth(TAP, &outside, "guest");
+    let (scan, mut watch) = scan_and_watch(pod.process(), ()).await.unwrap();
+    let eth0 = scan.interfaces[0].index;
+    let address = |last| {
+        pod.inside(async |handle| {
+            let addresses = handle.address();
+            addresses.add(eth0, Ipv4Addr::new(10, 1, 2, last).into(), 24).execute().await.unwrap();
+        });
+    };
+    // More than the kernel keeps while nobody reads.
+    let flood = || {
+        pod.inside(async |handle| {
+            let tap = index(&handle, TAP).await;
+            for mtu in 1000..1400 {
+                let changed = LinkUnspec::new_with_index(tap).mtu(mtu).build();
+                handle.link().set(changed).execute().await.unwrap();
+            }
+        });
+    };
+    let patience = Duration::from_secs(20);
+    flood();
+    // The kernel tells nobody of it.
+    address(3);
+    tokio::time::timeout(patience, watch.changed()).await.unwrap().unwrap();
+    let begun = Instant::now();
+    flood();
+    address(4);
+    tokio::time::timeout(patience, watch.changed()).await.unwrap().unwrap();
+    assert!(begun.elapsed() >= watch::AFTER_LOSS, "{:?}", begun.elapsed());
+    // What the kernel does tell of meanwhile does not wait.
+    let begun = Instant::now();
+    flood();
+    let others = async {
+        for last in 5..250 {
+            address(last);
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+    };
+    tokio::select! {
+        changed = watch.changed() => changed.unwrap(),
+        () = others => panic!("nothing was noticed"),
+    }
+    assert!(begun.elapsed() < watch::AFTER_LOSS, "{:?}", begun.elapsed());
+}
+
 #[test]
 fn a_card_has_a_tap_and_an_address_of_its_own() {
     assert_eq!((CardNumber(0).tap(), CardNumber(0).mac()), (TAP.into(), "02:00:00:00:00:01".into()));
@@ -465,7 +516,7 @@ fn a_tap_with_several_queues_has_no_qdisc_for_each() {
     let (pod, outside) = (Pod::new(), Pod::new());
     pod.veth("eth0", &outside, "lan");
     let eth0 = pod.inside(async |handle| index(&handle, "eth0").await);
-    let create = |queues| bulkhead_vmm_api::tap::create(TAP, queues).map_err(failed("making a tap"));
+    let create = |queues| tap::create(TAP, queues).map_err(failed("making a tap"));
     let tap = |queues| netns::visit(&pod.netns(), || create(queues)).unwrap();
     let two = tap(2);
     for _ in 0..2 {
@@ -478,6 +529,41 @@ fn a_tap_with_several_queues_has_no_qdisc_for_each() {
     let _one = tap(1);
     redirect::install(&pod.netns(), eth0, TAP, false).unwrap();
     assert!(!qdiscs(&pod, TAP).contains(&"noqueue".to_owned()), "{:?}", qdiscs(&pod, TAP));
+}
+
+#[test]
+fn a_tap_with_several_queues_holds_no_more_packets_than_one_with_a_single_queue() {
+    let (pod, outside) = (Pod::new(), Pod::new());
+    pod.veth("eth0", &outside, "lan");
+    let eth0 = pod.inside(async |handle| index(&handle, "eth0").await);
+    let remote = Ipv4Addr::new(10, 1, 2, 3);
+    outside.inside(async |handle| {
+        let lan = index(&handle, "lan").await;
+        handle.address().add(lan, Ipv4Addr::new(10, 1, 2, 4).into(), 24).execute().await.unwrap();
+        handle.neighbours().add(lan, remote.into()).link_layer_address(&MAC).execute().await.unwrap();
+    });
+    let held = |queues| {
+        let create = || tap::create(TAP, queues).map_err(failed("making a tap"));
+        let tap = netns::visit(&pod.netns(), create).unwrap();
+        let has_last = |has| tap.get(3).is_none_or(|last| tap::set_attached(last, has).is_ok());
+        // One of them is not used at that moment.
+        assert!(has_last(false));
+        redirect::install(&pod.netns(), eth0, TAP, false).unwrap();
+        assert!(has_last(true));
+        outside.inside(async |_| {
+            for _ in 0..100 {
+                let flow = UdpSocket::bind("0.0.0.0:0").unwrap();
+                (0..60).for_each(|_| assert_eq!(flow.send_to(b"text", (remote, 7)).unwrap(), 4));
+            }
+        });
+        let packets = |mut queue: &File| std::iter::from_fn(|| queue.read(&mut [0; 1000]).ok()).count();
+        let held: Vec<_> = tap.iter().map(packets).collect();
+        redirect::uninstall(&pod.netns(), Some(eth0), TAP).unwrap();
+        held
+    };
+    let (one, several) = (held(1), held(4));
+    assert!(several.iter().all(|held| (200..=250).contains(held)), "{several:?}");
+    assert!(several.iter().sum::<usize>() <= one[0], "{several:?} {one:?}");
 }
 
 #[tokio::test]

@@ -10,10 +10,11 @@ use rtnetlink::{
 };
 use tokio::{
     runtime::Handle,
-    time::{Instant, timeout},
+    time::{Instant, timeout, timeout_at},
 };
 
 use super::{is_tap, scan};
+use crate::types::pace::Pace;
 
 /// RTMGRP_LINK, RTMGRP_IPV4_IFADDR, RTMGRP_IPV4_ROUTE, RTMGRP_IPV4_RULE, RTMGRP_IPV6_IFADDR and RTMGRP_IPV6_ROUTE of
 /// linux/rtnetlink.h, and the bit of RTNLGRP_IPV6_RULE, which is 19.
@@ -24,8 +25,31 @@ const QUIET: Duration = Duration::from_millis(100);
 /// No more is waited for after this time.
 const LONGEST: Duration = Duration::from_secs(1);
 
+/// A guest that has taken over its VMM can have the kernel tell of its taps without end. So only so many messages are
+/// read in each of these times. The kernel drops those for which it has no room then.
+const MOST_READ: u32 = 1024;
+const READ_WINDOW: Duration = Duration::from_millis(100);
+/// And the namespace is scanned so long after the last time, if messages were lost and no other tells of a change.
+pub(super) const AFTER_LOSS: Duration = Duration::from_secs(5);
+
 /// Follows the changes, by a socket that stays in the namespace in which it was made, and keeps it.
-pub(crate) struct Watch(TokioSocket);
+pub(crate) struct Watch {
+    socket: TokioSocket,
+    pace: Pace,
+    /// Not before, if all that is known is that messages were lost.
+    next: Instant,
+}
+
+/// What was read.
+#[derive(PartialEq, Eq)]
+enum Read {
+    /// A message of the pod.
+    Change,
+    /// A message of a tap.
+    OfTap,
+    /// The kernel had no room for some.
+    Lost,
+}
 
 impl Watch {
     /// Watches the network namespace of this thread, in this runtime.
@@ -33,28 +57,43 @@ impl Watch {
         let _entered = runtime.enter();
         let mut socket = TokioSocket::new(NETLINK_ROUTE)?;
         socket.socket_mut().bind(&SocketAddr::new(0, GROUPS))?;
-        Ok(Self(socket))
+        Ok(Self { socket, pace: Pace::new(MOST_READ, READ_WINDOW), next: Instant::now() })
     }
 
-    /// Waits for a change, and until what belongs to it is over.
+    /// Waits for a change, and until what belongs to it is over. There may be a change if messages were lost.
     pub(crate) async fn changed(&mut self) -> io::Result<()> {
-        while !self.read().await? {}
+        let mut is_lost = false;
+        while !(is_lost && Instant::now() >= self.next) {
+            let read = match is_lost {
+                false => self.read().await?,
+                true => match timeout_at(self.next, self.read()).await {
+                    Ok(read) => read?,
+                    Err(_) => break,
+                },
+            };
+            match read {
+                Read::Change => break,
+                Read::Lost => is_lost = true,
+                Read::OfTap => {}
+            }
+        }
         let end = Instant::now() + LONGEST;
         while Instant::now() < end {
             match timeout(QUIET, self.read()).await {
-                Ok(read) => drop(read?),
+                Ok(read) => _ = read?,
                 Err(_) => break,
             }
         }
+        // What was lost until now is found by the scan that follows.
+        self.next = Instant::now() + AFTER_LOSS;
         Ok(())
     }
 
-    /// Waits for a message, and says whether it is of the pod.
-    async fn read(&mut self) -> io::Result<bool> {
-        match self.0.recv_from_full().await {
-            Ok((message, _)) => Ok(!is_of_tap(&message)),
-            // The kernel had no room for some.
-            Err(error) if error.raw_os_error() == Some(ENOBUFS) => Ok(true),
+    async fn read(&mut self) -> io::Result<Read> {
+        self.pace.turn().await;
+        match self.socket.recv_from_full().await {
+            Ok((message, _)) => Ok(if is_of_tap(&message) { Read::OfTap } else { Read::Change }),
+            Err(error) if error.raw_os_error() == Some(ENOBUFS) => Ok(Read::Lost),
             Err(error) => Err(error),
         }
     }

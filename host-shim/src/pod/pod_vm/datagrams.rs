@@ -4,28 +4,44 @@
 //! address to which it could send.
 
 use std::{
-    collections::HashMap,
     convert::Infallible,
     io::{self, ErrorKind, IoSlice},
     os::fd::AsRawFd,
     sync::Arc,
+    time::Duration,
 };
 
 use bulkhead_agent_api::datagrams::Head;
 use nix::{
-    libc::ucred,
-    sys::socket::{ControlMessage, MsgFlags, UnixAddr, UnixCredentials, sendmsg},
+    getsockopt_impl,
+    libc::{self, ucred},
+    sockopt_impl,
+    sys::socket::{ControlMessage, MsgFlags, UnixAddr, UnixCredentials, getsockopt, sendmsg},
 };
 use tokio::{
     io::{AsyncRead, AsyncReadExt, Interest},
     net::UnixDatagram,
+    time::timeout,
 };
 
 use super::host_sockets::{Clients, Connections};
 use crate::host::host_socket::HostSocket;
 
-/// Users who have a socket to send by, of one service. With one more, all are closed.
+/// Users who have a socket to send by, of one service. What the service has not received yet of one of them is limited
+/// by the size of that socket's buffer (SO_SNDBUF).
 const MOST_SENDERS: usize = 16;
+
+/// How long an event of one socket is waited for until all are looked at again.
+const LOOK_AGAIN: Duration = Duration::from_secs(1);
+
+sockopt_impl!(
+    /// The memory of a socket, in the order of SK_MEMINFO_* (linux/sock_diag.h).
+    MemoryInfo, GetOnly, libc::SOL_SOCKET, libc::SO_MEMINFO, [u32; 9]
+);
+
+/// Each datagram that was not received yet takes more, also an empty one. While the kernel tells that one was received,
+/// one byte of it still counts.
+const LEAST_SENT: u32 = 64;
 
 /// Who sends: a user, a group, and the AppArmor profile.
 type Sender = (u32, u32, Option<String>);
@@ -37,7 +53,8 @@ pub(super) struct Senders<'a> {
     connections: &'a Connections,
     /// What the service is told.
     pid: u32,
-    connected: HashMap<Sender, UnixDatagram>,
+    /// Who has sent nothing for the longest time comes first.
+    connected: Vec<(Sender, UnixDatagram)>,
 }
 
 impl<'a> Senders<'a> {
@@ -47,7 +64,7 @@ impl<'a> Senders<'a> {
         connections: &'a Connections,
         pid: u32,
     ) -> Self {
-        Self { socket, clients, connections, pid, connected: HashMap::new() }
+        Self { socket, clients, connections, pid, connected: Vec::new() }
     }
 
     /// Passes on what comes, until the stream ends (`UnexpectedEof`) or the service does (`ConnectionRefused`). Other
@@ -59,7 +76,7 @@ impl<'a> Senders<'a> {
     ) -> io::Result<Infallible> {
         loop {
             let head = Head::read(&mut stream).await?;
-            let _room = self.connections.room(head.length).await?;
+            let _room = self.connections.datagram(head.length).await?;
             let mut bytes = vec![0; head.length];
             stream.read_exact(&mut bytes).await?;
             match self.pass(head, &bytes).await {
@@ -76,15 +93,18 @@ impl<'a> Senders<'a> {
         let confinement = self.clients.confinement(uid, gid)?;
         confinement.check(uid, gid)?;
         let sender = (uid, gid, confinement.profile.clone());
-        if !self.connected.contains_key(&sender) {
-            self.connections.pace().await;
-            let connected = self.socket.sender(uid, gid, &confinement).await?;
-            if self.connected.len() >= MOST_SENDERS {
-                self.connected.clear();
+        let place = self.connected.iter().position(|(other, _)| *other == sender);
+        let last = match place.map(|place| self.connected.remove(place)) {
+            Some(last) => last,
+            None => {
+                self.connections.pace().await;
+                let connected = self.socket.sender(uid, gid, &confinement).await?;
+                self.make_room().await?;
+                (sender, connected)
             }
-            self.connected.insert(sender.clone(), connected);
-        }
-        let Some(connected) = self.connected.get(&sender) else {
+        };
+        self.connected.push(last);
+        let Some((_, connected)) = self.connected.last() else {
             return Err(ErrorKind::NotConnected.into());
         };
         let credentials = UnixCredentials::from(ucred { pid: self.pid.cast_signed(), uid, gid });
@@ -93,6 +113,30 @@ impl<'a> Senders<'a> {
         let send = || Ok(sendmsg::<UnixAddr>(connected.as_raw_fd(), &parts, &control, flags, None)?);
         connected.async_io(Interest::WRITABLE, send).await.map(drop)
     }
+
+    /// Closes the socket of somebody who has sent nothing for a long time, so that there is room for another. Only one
+    /// of which the service has received everything: what is left would stay in the memory of the host's kernel, and
+    /// not count for any socket that could become full. Until there is one, the guest waits.
+    async fn make_room(&mut self) -> io::Result<()> {
+        while self.connected.len() >= MOST_SENDERS {
+            let idle = self.connected.iter().position(|(_, socket)| is_idle(socket));
+            if let Some(place) = idle {
+                self.connected.remove(place);
+            } else if let Some((_, first)) = self.connected.first() {
+                // A service receives in the order of sending, so this one is the first to become idle.
+                let received = || if is_idle(first) { Ok(()) } else { Err(ErrorKind::WouldBlock.into()) };
+                let waited = timeout(LOOK_AGAIN, first.async_io(Interest::WRITABLE, received)).await;
+                waited.unwrap_or(Ok(()))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Whether the service has received everything that was sent by a socket.
+fn is_idle(socket: &UnixDatagram) -> bool {
+    // SK_MEMINFO_WMEM_ALLOC, which is what SIOCOUTQ answers (unix(7)).
+    getsockopt(socket, MemoryInfo).is_ok_and(|[_, _, sent, ..]| sent < LEAST_SENT)
 }
 
 #[cfg(test)]
@@ -103,18 +147,24 @@ mod tests {
         os::unix::fs::{PermissionsExt, chown},
         path::Path,
         sync::Mutex,
-        time::Duration,
+        thread,
     };
 
     use bulkhead_agent_api::datagrams::MAX_DATAGRAM;
-    use nix::sys::socket::{ControlMessageOwned, recvmsg, setsockopt, sockopt::PassCred};
+    use nix::{
+        sched::{CloneFlags, unshare},
+        sys::socket::{ControlMessageOwned, recvmsg, setsockopt, sockopt::PassCred},
+    };
     use tokio::{
         io::{AsyncWriteExt, DuplexStream, duplex},
         task::JoinHandle,
-        time::timeout,
+        time::{Instant, timeout},
     };
 
-    use super::*;
+    use super::{
+        super::host_sockets::{DATAGRAMS_WINDOW, MOST_DATAGRAMS},
+        *,
+    };
     use crate::{
         host::{
             host_socket::{Confinement, Source, look},
@@ -134,15 +184,20 @@ mod tests {
 
     impl Passing {
         fn to(path: &Path, confinement: Confinement) -> Self {
+            Self::among(&Connections::default(), path, confinement)
+        }
+
+        /// As one of several of a pod.
+        fn among(connections: &Connections, path: &Path, confinement: Confinement) -> Self {
             let Source::Socket(socket) = look(0, path, no_symlinks::open(path).unwrap()).unwrap() else {
                 panic!("no socket")
             };
             let clients = Clients::Container { id: "demo".into(), confinement: Arc::new(confinement) };
             let (guest, stream) = duplex(64);
             let dropped = Arc::<Mutex<Vec<ErrorKind>>>::default();
-            let log = Arc::clone(&dropped);
+            let (log, connections) = (Arc::clone(&dropped), connections.clone());
             let ends = tokio::spawn(async move {
-                let (socket, connections) = (Arc::new(socket), Connections::default());
+                let socket = Arc::new(socket);
                 let senders = Senders::new(&socket, &clients, &connections, std::process::id());
                 let ended = senders.pass_all(stream, |error| lock(&log).push(error.kind())).await;
                 match ended {
@@ -234,6 +289,80 @@ mod tests {
             assert_eq!((bytes, uid), (number.to_be_bytes().to_vec(), number % 40));
         }
         assert!(lock(&passing.dropped).is_empty());
+    }
+
+    /// A service with as long a queue as systemd's default, which others have only after it has started.
+    fn patient_service(path: &Path) -> UnixDatagram {
+        let path = path.to_owned();
+        let bind = move || {
+            unshare(CloneFlags::CLONE_NEWNET).expect("this test makes a network namespace: run it as root");
+            fs::write("/proc/sys/net/unix/max_dgram_qlen", "512").unwrap();
+            let service = std::os::unix::net::UnixDatagram::bind(path).unwrap();
+            service.set_nonblocking(true).unwrap();
+            service
+        };
+        let service = UnixDatagram::from_std(thread::spawn(bind).join().unwrap()).unwrap();
+        setsockopt(&service, PassCred, &true).unwrap();
+        service
+    }
+
+    /// A service that has received nothing of what a guest has sent as many users, until the guest had to wait.
+    async fn stalled(connections: &Connections, dir: &Path) -> (UnixDatagram, Passing) {
+        let path = dir.join("stalled");
+        let service = patient_service(&path);
+        fs::set_permissions(&path, Permissions::from_mode(0o666)).unwrap();
+        let mut passing = Passing::among(connections, &path, Confinement::default());
+        let longest = vec![7; MAX_DATAGRAM];
+        let mut sent = 0;
+        while let Ok(written) =
+            timeout(Duration::from_secs(1), Head::write(&mut passing.guest, (sent, 0), &longest)).await
+        {
+            written.unwrap();
+            sent += 1;
+            assert!(sent <= MOST_SENDERS as u32 + 1, "another user has a socket");
+        }
+        (service, passing)
+    }
+
+    #[tokio::test]
+    async fn a_service_that_receives_nothing_keeps_datagrams_of_a_few_users_only() {
+        let (dir, connections) = (tempfile::tempdir().unwrap(), Connections::default());
+        let (stalled, _passing) = stalled(&connections, dir.path()).await;
+        let path = dir.path().join("other");
+        let service = service(&path);
+        let mut other = Passing::among(&connections, &path, Confinement::default());
+        for _ in 0..2 {
+            other.send((0, 0), b"another service does not wait").await;
+            receive(&service).await;
+        }
+        let kept = std::iter::from_fn(|| stalled.try_recv(&mut [0]).ok()).count();
+        assert_eq!(kept, MOST_SENDERS);
+        // The guest goes on when the service does.
+        let (bytes, (_, uid, _)) = receive(&stalled).await;
+        assert_eq!((bytes.len(), uid), (MAX_DATAGRAM, MOST_SENDERS as u32));
+    }
+
+    #[tokio::test]
+    async fn a_guest_that_waits_for_a_service_is_told_when_that_ends() {
+        let dir = tempfile::tempdir().unwrap();
+        let (service, passing) = stalled(&Connections::default(), dir.path()).await;
+        drop(service);
+        assert_eq!(passing.end().await, ErrorKind::ConnectionRefused);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn datagrams_pass_at_a_bounded_rate_and_those_that_are_refused_count() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("log");
+        let _service = service(&path);
+        let mut passing = Passing::to(&path, Confinement::default());
+        let begun = Instant::now();
+        for _ in 0..3 * MOST_DATAGRAMS {
+            passing.send((u32::MAX, 0), b"").await;
+        }
+        drop(passing.guest.shutdown().await);
+        passing.ends.await.unwrap();
+        assert_eq!(begun.elapsed().as_millis() / DATAGRAMS_WINDOW.as_millis(), 2);
     }
 
     #[tokio::test]

@@ -15,7 +15,7 @@ use tokio::{
     io::AsyncWriteExt,
     sync::{Mutex, Notify, OwnedSemaphorePermit, Semaphore},
     task::{AbortHandle, JoinError, JoinSet},
-    time::{Instant, sleep, sleep_until},
+    time::sleep,
 };
 use ttrpc::Code;
 
@@ -24,7 +24,7 @@ use crate::{
     guest::agent::{AgentError, Peer},
     host::host_socket::{Confinement, HostSocket},
     process::running_guest::Guest,
-    types::{error::chain, log_limit::SharedLogLimit},
+    types::{error::chain, log_limit::SharedLogLimit, pace::Pace},
     vm::vsock::GuestStream,
 };
 
@@ -48,27 +48,27 @@ pub(super) fn new_log() -> SharedLogLimit {
 /// waits.
 const MOST_DATAGRAM_BYTES: usize = 2 << 20;
 
+/// The most datagrams of a pod in each of these times, with those that are refused. Each costs the shim a system call,
+/// and its sender less.
+pub(super) const MOST_DATAGRAMS: u32 = 2048;
+pub(super) const DATAGRAMS_WINDOW: Duration = Duration::from_millis(100);
+
 /// The right to have connections and datagrams, which the containers of a pod share.
 #[derive(Debug, Clone)]
 pub(crate) struct Connections {
     open: Arc<Semaphore>,
+    begun: Arc<Mutex<Pace>>,
     datagram_bytes: Arc<Semaphore>,
-    begun: Arc<Mutex<Begun>>,
-}
-
-/// The connections that have begun since a moment.
-#[derive(Debug)]
-struct Begun {
-    since: Instant,
-    number: u32,
+    datagrams: Arc<Mutex<Pace>>,
 }
 
 impl Default for Connections {
     fn default() -> Self {
         Self {
             open: Arc::new(Semaphore::new(MAX_HOST_CONNECTIONS)),
+            begun: Arc::new(Mutex::new(Pace::new(MOST_BEGUN, BEGUN_WINDOW))),
             datagram_bytes: Arc::new(Semaphore::new(MOST_DATAGRAM_BYTES)),
-            begun: Arc::new(Mutex::new(Begun { since: Instant::now(), number: 0 })),
+            datagrams: Arc::new(Mutex::new(Pace::new(MOST_DATAGRAMS, DATAGRAMS_WINDOW))),
         }
     }
 }
@@ -81,22 +81,16 @@ impl Connections {
         Arc::clone(&self.open).acquire_owned().await.ok()
     }
 
-    /// Waits until there is room for a datagram of this many bytes.
-    pub(super) async fn room(&self, bytes: usize) -> io::Result<OwnedSemaphorePermit> {
+    /// Waits until another datagram may pass, and until there is room for it, of this many bytes.
+    pub(super) async fn datagram(&self, bytes: usize) -> io::Result<OwnedSemaphorePermit> {
+        self.datagrams.lock().await.turn().await;
         // It is never closed.
         Arc::clone(&self.datagram_bytes).acquire_many_owned(bytes as u32).await.map_err(io::Error::other)
     }
 
     /// Waits until another connection may be begun.
     pub(super) async fn pace(&self) {
-        let mut begun = self.begun.lock().await;
-        if begun.since.elapsed() < BEGUN_WINDOW && begun.number >= MOST_BEGUN {
-            sleep_until(begun.since + BEGUN_WINDOW).await;
-        }
-        if begun.since.elapsed() >= BEGUN_WINDOW {
-            *begun = Begun { since: Instant::now(), number: 0 };
-        }
-        begun.number += 1;
+        self.begun.lock().await.turn().await;
     }
 }
 
@@ -323,6 +317,8 @@ async fn forward(socket: Arc<HostSocket>, clients: Clients, accepted: Accepted) 
 
 #[cfg(test)]
 mod tests {
+    use tokio::time::Instant;
+
     use super::*;
 
     #[tokio::test(start_paused = true)]

@@ -62,7 +62,7 @@ pub(crate) enum ServeError {
 }
 
 /// A pair of queues of an active device, and the control queue with the first pair.
-pub struct ActivePair {
+pub(super) struct ActivePair {
     pub(super) memory: GuestMemory,
     pub(super) tap: Arc<Tap>,
     pub(super) pairs: Arc<Pairs>,

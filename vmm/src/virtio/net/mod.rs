@@ -26,12 +26,12 @@ use virtio_bindings::{
 use virtio_queue::QueueT;
 
 pub use self::tap::Tap;
-use self::{forwarding::ActivePair, pairs::Pairs};
+use self::{forwarding::ActivePair, pairs::Pairs, tap::Pace};
 use super::{
     Activation, ActiveQueue, VirtioDevice, config_space::read_config, device_threads::Job,
     queue_threads::QueueThreads,
 };
-use crate::jail::ThreadRole;
+use crate::jail::{ThreadError, ThreadRole};
 
 mod control;
 mod forwarding;
@@ -73,8 +73,24 @@ const USO_FEATURES: [u32; 3] = [VIRTIO_NET_F_GUEST_USO4, VIRTIO_NET_F_GUEST_USO6
 /// Offered if there are several pairs. Without them there is no control queue.
 const PAIRS_FEATURES: [u32; 2] = [VIRTIO_NET_F_MQ, VIRTIO_NET_F_CTRL_VQ];
 
-/// The threads of all network devices of a VM.
-pub type NetThreads = QueueThreads<ActivePair>;
+/// The threads of all network devices of a VM, and how often these may change their taps.
+#[derive(Clone)]
+pub struct NetThreads {
+    threads: QueueThreads<ActivePair>,
+    pace: Pace,
+}
+
+impl NetThreads {
+    /// See [`QueueThreads::start`].
+    pub fn start(count: usize) -> Result<Self, ThreadError> {
+        Ok(Self { threads: QueueThreads::start(count)?, pace: Pace::default() })
+    }
+
+    /// See [`QueueThreads::count`].
+    pub fn count(&self) -> usize {
+        self.threads.count()
+    }
+}
 
 /// The device.
 pub struct Net {
@@ -87,7 +103,7 @@ pub struct Net {
     wanted: Arc<AtomicU16>,
     /// As above, for the driver of a device that continues. It has said so before the device was saved.
     restored: Option<u16>,
-    threads: NetThreads,
+    threads: QueueThreads<ActivePair>,
     /// Its own in the threads.
     id: u32,
 }
@@ -106,14 +122,14 @@ impl Net {
             queue_sizes.push(CONTROL_SIZE);
         }
         Self {
-            tap: Arc::new(tap),
+            tap: Arc::new(tap.with_pace(threads.pace.clone())),
             config,
             queue_sizes,
             pairs: pairs as u16,
             wanted: Arc::default(),
             restored: None,
-            threads: threads.clone(),
-            id: threads.register(),
+            threads: threads.threads.clone(),
+            id: threads.threads.register(),
         }
     }
 

@@ -6,7 +6,7 @@ use std::{
     fs::File,
     io,
     os::fd::{AsRawFd, OwnedFd, RawFd},
-    sync::Mutex,
+    sync::{Arc, Mutex},
     time::{Duration, Instant},
 };
 
@@ -19,22 +19,25 @@ use crate::{lock, virtio::iovecs::Iovecs};
 /// UDP datagrams of both versions of IP, which the kernel has left together.
 pub(super) const UDP_SEGMENTS: u32 = libc::TUN_F_USO4 | libc::TUN_F_USO6;
 
-/// A guest may have queues attached so often at once,
-const BURST: u32 = 32;
-/// and after that again so often.
+/// A guest may cause so many changes of its taps at once: twice what it needs to begin to use eight with four queues,
+const BURST: u32 = 64;
+/// and after that another one so often.
 const INTERVAL: Duration = Duration::from_millis(100);
 
 /// A tap device, with one queue or several. Reads and writes do not block.
 pub struct Tap {
     queues: Vec<OwnedFd>,
     has_uso: bool,
-    attached: Mutex<Attached>,
+    state: Mutex<State>,
+    pace: Pace,
 }
 
-/// The first `count` queues are attached.
-struct Attached {
-    count: usize,
-    pace: Pace,
+/// What the kernel has been told.
+struct State {
+    /// The first ones so many are attached.
+    attached: usize,
+    /// The offloads (TUN_F_*) that the reader accepts.
+    offload: u32,
 }
 
 impl Tap {
@@ -48,13 +51,18 @@ impl Tap {
     /// a file is something else.
     pub fn new(queues: Vec<File>) -> io::Result<Self> {
         let queues: Vec<OwnedFd> = queues.into_iter().map(OwnedFd::from).collect();
-        let attached = Mutex::new(Attached { count: queues.len(), pace: Pace(Instant::now()) });
-        let mut tap = Self { queues, has_uso: false, attached };
+        let state = Mutex::new(State { attached: queues.len(), offload: 0 });
+        let mut tap = Self { queues, has_uso: false, state, pace: Pace::default() };
         tap.has_uso = tap.accepts(UDP_SEGMENTS)?;
         for queue in tap.queues.iter().skip(1) {
             set_offload(queue, 0)?;
         }
         Ok(tap)
+    }
+
+    /// The guest's changes of this device take the turns of `pace`.
+    pub(super) fn with_pace(self, pace: Pace) -> Self {
+        Self { pace, ..self }
     }
 
     /// How many queues it has.
@@ -69,39 +77,49 @@ impl Tap {
 
     /// Whether the kernel knows these offloads (TUN_F_*). Afterwards the reader accepts none.
     fn accepts(&self, flags: u32) -> io::Result<bool> {
-        let accepted = match self.set_offload(libc::TUN_F_CSUM | flags) {
+        let queue = self.queue(0)?;
+        let accepted = match set_offload(queue, libc::TUN_F_CSUM | flags) {
             Ok(()) => true,
             // An older kernel does not know them.
             Err(error) if error.kind() == io::ErrorKind::InvalidInput => false,
             Err(error) => return Err(error),
         };
-        self.set_offload(0)?;
+        set_offload(queue, 0)?;
         Ok(accepted)
     }
 
     /// Sets the offloads (TUN_F_*) that the reader of this device accepts.
+    ///
+    /// A guest causes this. The host's kernel takes the lock of all changes of networks, and tells programs that watch
+    /// the namespace, such as the shim. So only a change is one for the kernel, and it takes a turn: `WouldBlock` means
+    /// that nothing was changed.
     pub(super) fn set_offload(&self, flags: u32) -> io::Result<()> {
-        set_offload(self.queue(0)?, flags)
+        let mut state = lock(&self.state);
+        if flags == state.offload {
+            return Ok(());
+        }
+        self.pace.take(1)?;
+        set_offload(self.queue(0)?, flags)?;
+        state.offload = flags;
+        Ok(())
     }
 
     /// Has the kernel give packets to the first `count` queues only. What waits in others is lost.
     ///
     /// A guest causes this. Detaching a queue makes the host's kernel wait for all processors, with a lock that all
-    /// changes of networks take. So a guest may not attach queues as often as it likes: `WouldBlock` means that
-    /// nothing was changed. It cannot detach more than it has attached.
+    /// changes of networks take. So each queue that is attached takes a turn: `WouldBlock` means that nothing was
+    /// changed. A guest cannot detach more than it has attached.
     pub(super) fn use_queues(&self, count: usize) -> io::Result<()> {
         let count = count.min(self.queues.len());
-        let mut attached = lock(&self.attached);
-        if count > attached.count && !attached.pace.takes_a_turn(Instant::now()) {
-            return Err(io::ErrorKind::WouldBlock.into());
+        let mut state = lock(&self.state);
+        self.pace.take(count.saturating_sub(state.attached))?;
+        while state.attached > count {
+            tap::set_attached(self.queue(state.attached - 1)?, false)?;
+            state.attached -= 1;
         }
-        while attached.count > count {
-            tap::set_attached(self.queue(attached.count - 1)?, false)?;
-            attached.count -= 1;
-        }
-        while attached.count < count {
-            tap::set_attached(self.queue(attached.count)?, true)?;
-            attached.count += 1;
+        while state.attached < count {
+            tap::set_attached(self.queue(state.attached)?, true)?;
+            state.attached += 1;
         }
         Ok(())
     }
@@ -112,18 +130,38 @@ impl Tap {
     }
 }
 
-/// Limits how often a guest has queues attached. This is the time at which all turns that were given are over, if each
-/// takes [`INTERVAL`].
-struct Pace(Instant);
+/// Limits how often a guest has its taps changed. Clones are the same limit: the lock that a change takes is one of the
+/// whole host. This is the time at which all turns that were given are over, if each takes [`INTERVAL`].
+#[derive(Clone)]
+pub(super) struct Pace(Arc<Mutex<Instant>>);
+
+impl Default for Pace {
+    fn default() -> Self {
+        Self(Arc::new(Mutex::new(Instant::now())))
+    }
+}
 
 impl Pace {
-    fn takes_a_turn(&mut self, now: Instant) -> bool {
-        let end = self.0.max(now) + INTERVAL;
-        let is_free = end <= now + INTERVAL * BURST;
+    /// Takes so many turns, or none: `WouldBlock`.
+    fn take(&self, turns: usize) -> io::Result<()> {
+        if self.takes(turns, Instant::now()) { Ok(()) } else { Err(io::ErrorKind::WouldBlock.into()) }
+    }
+
+    fn takes(&self, turns: usize, now: Instant) -> bool {
+        let turns = u32::try_from(turns).unwrap_or(u32::MAX);
+        let mut last = lock(&self.0);
+        let end = (*last).max(now) + INTERVAL.saturating_mul(turns);
+        let is_free = turns == 0 || end <= now + INTERVAL * BURST;
         if is_free {
-            self.0 = end;
+            *last = end;
         }
         is_free
+    }
+
+    /// There is no turn for an hour.
+    #[cfg(test)]
+    pub(super) fn use_up(&self) {
+        *lock(&self.0) = Instant::now() + INTERVAL * BURST + Duration::from_secs(3600);
     }
 }
 
@@ -196,16 +234,20 @@ mod tests {
         assert!(Tap::new(vec![file]).is_err());
     }
 
+    /// Tries something that costs so many turns each time, more often than there are turns.
+    fn done(cost: u32, work: impl Fn() -> io::Result<()>) {
+        let begin = Instant::now();
+        let count = (0..BURST + 10).filter(|_| work().is_ok()).count() as u128;
+        let later = begin.elapsed().as_millis() / INTERVAL.as_millis();
+        let (least, most) = (u128::from(BURST / cost), (u128::from(BURST) + later) / u128::from(cost));
+        assert!((least..=most).contains(&count), "{count} of {most}");
+    }
+
     #[test]
     fn a_guest_cannot_have_queues_come_and_go_without_end() {
         with_tap(|tap| {
-            let turns =
-                || (0..BURST + 10).filter(|_| tap.use_queues(1).and_then(|()| tap.use_queues(3)).is_ok());
             tap.use_queues(2).unwrap();
-            let begin = Instant::now();
-            let count = turns().count() as u128;
-            let most = u128::from(BURST) + begin.elapsed().as_millis() / INTERVAL.as_millis();
-            assert!((u128::from(BURST)..=most).contains(&count), "{count} of {most}");
+            done(2, || tap.use_queues(1).and_then(|()| tap.use_queues(3)));
             // What is as it was costs nothing, and what goes away is not refused.
             tap.use_queues(1).unwrap();
             assert!((0..1000).all(|_| tap.use_queues(1).is_ok()));
@@ -213,11 +255,26 @@ mod tests {
     }
 
     #[test]
+    fn a_guest_cannot_change_offloads_without_end() {
+        with_tap(|tap| {
+            let now = || lock(&tap.state).offload;
+            done(1, || tap.set_offload(now() ^ libc::TUN_F_CSUM));
+            tap.pace.use_up();
+            let refused = tap.set_offload(now() ^ libc::TUN_F_CSUM).unwrap_err();
+            assert_eq!(refused.kind(), io::ErrorKind::WouldBlock);
+            // What is as it was costs nothing.
+            assert!((0..1000).all(|_| tap.set_offload(now()).is_ok()));
+        });
+    }
+
+    #[test]
     fn a_pause_gives_turns_back_but_no_more_than_the_first() {
         let now = Instant::now();
-        let mut pace = Pace(now);
-        let mut turns = |at: Instant| (0..1000).filter(|_| pace.takes_a_turn(at)).count() as u32;
+        let pace = Pace(Arc::new(Mutex::new(now)));
+        let turns = |at: Instant| (0..1000).filter(|_| pace.takes(1, at)).count() as u32;
         assert_eq!([turns(now), turns(now), turns(now + INTERVAL * 3)], [BURST, 0, 3]);
-        assert_eq!(turns(now + Duration::from_secs(3600)), BURST);
+        let later = now + Duration::from_secs(3600);
+        assert!(pace.takes(3, later) && !pace.takes(BURST as usize - 2, later) && pace.takes(0, later));
+        assert_eq!(turns(later), BURST - 3);
     }
 }

@@ -451,6 +451,23 @@ fn one_thread_serves_several_cards() {
 }
 
 #[test]
+fn a_card_whose_driver_changes_offloads_too_often_needs_a_reset() {
+    alone(|| {
+        let net = NetThreads::start(1).unwrap();
+        let mut card = card_of(&net, 1500);
+        let mut other = Net::new(Tap::create("tap1", 1).unwrap(), MAC, &net);
+        // All cards of a VM have their turns together.
+        net.pace.use_up();
+        for card in [&mut card, &mut other] {
+            Driver::new(card, 1 << VIRTIO_NET_F_GUEST_CSUM).wait_needs_reset();
+        }
+        // A driver that changes nothing is served.
+        let mut guest = Guest::on(card, 0, 16384);
+        guest.answer_arp();
+    });
+}
+
+#[test]
 fn the_tap_is_the_cards_alone_and_ends_with_it() {
     alone(|| {
         let card = card(1500);

@@ -144,6 +144,8 @@ fn packets_come_by_as_many_pairs_as_the_driver_has_said() {
         guest.device.deactivate().unwrap();
         guest.driver = Driver::new(&mut guest.device, PAIRS);
         offer_room(&mut guest.driver, 2);
+        // Its threads have begun when this is answered. Until then packets would come to both queues of the tap.
+        assert_eq!(guest.set_pairs(0), ERR);
         assert_eq!(guest.count_by_pair(), [20, 0]);
     });
 }
