@@ -29,10 +29,10 @@ pub(crate) struct Arguments {
 pub(crate) enum Command {
     /// Checks whether this host can run pods, and says what to do where it cannot.
     ///
-    /// Each line is ok, warn or fail. `fail` says that no pod can run, or none that docker or Kubernetes makes. `warn`
-    /// says that some pods do not run, or that something works less well or less securely. A missing runtime handler
-    /// or CNI plugin is `warn` too: pods of Kubernetes need both, but ctr and docker need neither. The exit status is 1
-    /// if a line is `fail`.
+    /// Each line is ok, warn or fail. `fail` says that no pods can run, or no pods of docker, or none of Kubernetes.
+    /// `warn` says that some pods do not run, or that something works less well or less securely. A missing runtime
+    /// handler or CNI plugin is `warn` too: pods of Kubernetes need both, but ctr and docker need neither. The exit
+    /// status is 1 if a line is `fail`.
     Check {
         #[command(flatten)]
         format: Format,
@@ -158,7 +158,7 @@ pub(crate) enum Command {
     /// Exit status: that of the program, 128 + N after signal N, 124 after --timeout, 125 if Bulkhead fails, 126 if
     /// the program cannot be executed, 127 if there is none.
     Run(Box<RunOptions>),
-    /// Runs a program in a container that runs, also while containerd is down.
+    /// Runs a program in a container that runs, even while containerd is down.
     ///
     /// The program has the environment, the user, the working directory and the privileges of the container's own
     /// program, where no option says otherwise. The shim of the pod is asked for it, so this works for the pods of
@@ -244,9 +244,9 @@ pub(crate) enum TemplateCommand {
     /// Makes the templates of this host, so that its first pods start as fast as the next ones.
     ///
     /// There is one for each shape of a VM: with `memory_mib` or with `unlimited_memory_mib`, and with all vCPUs online
-    /// or with one. Those that are there are kept. Each takes as long as the boot of a VM, and 30 to 70 MiB of /run.
-    /// Without this command the first pod of a shape makes its template. While one is made, `bulkhead ps` lists it in
-    /// the namespace template-build.
+    /// or with one. Those that are there are kept. Each takes as long as the boot of a VM, and about 50 MiB of /run, or
+    /// 80 MiB if its VM begins with 2 GiB. Without this command the first pod of a shape makes its template. While one
+    /// is made, `bulkhead ps` lists it in the namespace template-build.
     Build {
         #[command(flatten)]
         config: ConfigFile,

@@ -1,5 +1,5 @@
-//! Shows on the terminal that a command still works, and how far it is. Nothing is shown where stderr is no terminal,
-//! or one that cannot move its cursor.
+//! Shows on the terminal how far a command is, and so that it does not hang. Nothing is shown where stderr is no
+//! terminal, or one that cannot move its cursor.
 
 use std::{
     io::{self, Read, Write},

@@ -517,7 +517,8 @@ fn set_attributes<R: Read>(entry: &mut Entry<'_, R>, parent: impl AsFd, name: &P
     Ok(utimensat(&parent, name, &times, AtFlags::SYMLINK_NOFOLLOW)?)
 }
 
-/// Capabilities, and those of users. Others are for the host that has packed it, or for the overlay of this one.
+/// Sets `security.capability` and `user.*`. Other attributes concern only the host that packed the archive, or an
+/// overlay.
 fn set_xattrs<R: Read>(entry: &mut Entry<'_, R>, file: impl AsFd) -> Result<(), Reason> {
     let Some(extensions) = entry.pax_extensions()? else { return Ok(()) };
     for extension in extensions {

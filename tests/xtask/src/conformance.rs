@@ -145,8 +145,8 @@ const DIFFERENCES: &[(&str, &str)] = &[
     (
         "locks of files in volumes (flock(2), fcntl(2)): a process that waits for a lock of the host or of another pod \
          looks for it again after 1 to 64 ms, and no deadlock with those is found (EDEADLK). All processes of a pod \
-         together can lock 8,192 ranges, for 1,024 pairs of a process and a file, and one lock can change 16 others of its \
-         process: what is more fails with ENOLCK",
+         together can lock 8,192 ranges, for 1,024 pairs of a process and a file, and one lock can change 16 others of \
+         its process: what is more fails with ENOLCK",
         "the guest's kernel asks the host for each lock, and a request cannot wait (docs/architecture.md, Files)",
     ),
     (
@@ -157,9 +157,9 @@ const DIFFERENCES: &[(&str, &str)] = &[
     ),
     (
         "one file of the host by two mounts that are kept apart: not refused, but shared mappings and inotify do not \
-         reach from one to the other, and a process that locks it by both excludes itself. They are: a directory, and a file or a `subPath` in it; a directory that one \
-         container of a pod mounts to read it before another mounts it to write it (not `emptyDir`); two places of one \
-         container of docker or ctr; a directory that two containers of a pod mount at the same moment",
+         reach from one to the other, and a process that locks it by both excludes itself. They are: a directory, and a \
+         file or a `subPath` in it; a directory that one container of a pod mounts to read it before another mounts it \
+         to write it (not `emptyDir`); two places of one container of docker or ctr; a directory that two containers of a pod mount at the same moment",
         "these are several mounts of the share (docs/architecture.md, The share)",
     ),
     (
