@@ -157,9 +157,10 @@ const DIFFERENCES: &[(&str, &str)] = &[
     ),
     (
         "one file of the host by two mounts that are kept apart: not refused, but shared mappings and inotify do not \
-         reach from one to the other, and a process that locks it by both excludes itself. They are: a directory, and a \
-         file or a `subPath` in it; a directory that one container of a pod mounts to read it before another mounts it \
-         to write it (not `emptyDir`); two places of one container of docker or ctr; a directory that two containers of a pod mount at the same moment",
+         reach from one to the other, and a process that locks it by both excludes itself. They are: a directory, and \
+         a file or a `subPath` in it; a directory that one container of a pod mounts to read it before another mounts \
+         it to write it (not `emptyDir`); two places of one container of docker or ctr; a directory that two \
+         containers of a pod mount at the same moment",
         "these are several mounts of the share (docs/architecture.md, The share)",
     ),
     (
