@@ -121,7 +121,7 @@ fn move_root() -> io::Result<()> {
     const NEW_ROOT: &str = "/newroot";
     fs::create_dir(NEW_ROOT)?;
     mount(Some("tmpfs"), NEW_ROOT, Some("tmpfs"), NO_DEVICES, Some("mode=0755"))?;
-    bind_modules(&format!("{NEW_ROOT}{}", kernel_modules::DIRECTORY))?;
+    bind_modules(kernel_modules::DIRECTORY, &format!("{NEW_ROOT}{}", kernel_modules::DIRECTORY))?;
     mount(
         None::<&str>,
         "/",
@@ -136,11 +136,14 @@ fn move_root() -> io::Result<()> {
     Ok(())
 }
 
-/// Lets the modules be seen in the new root too.
-fn bind_modules(target: &str) -> io::Result<()> {
+/// Lets the modules be seen in the new root too. A kernel may have been built without them.
+fn bind_modules(modules: &str, target: &str) -> io::Result<()> {
+    if !fs::exists(modules)? {
+        return Ok(());
+    }
     let flags = KERNEL_FILES | MsFlags::MS_RDONLY;
     fs::create_dir_all(target)?;
-    mount(Some(kernel_modules::DIRECTORY), target, None::<&str>, MsFlags::MS_BIND, None::<&str>)?;
+    mount(Some(modules), target, None::<&str>, MsFlags::MS_BIND, None::<&str>)?;
     let remount = MsFlags::MS_REMOUNT | MsFlags::MS_BIND | flags;
     Ok(mount(None::<&str>, target, None::<&str>, remount, None::<&str>)?)
 }
@@ -195,4 +198,17 @@ fn set_limits() -> io::Result<()> {
     setrlimit(Resource::RLIMIT_NOFILE, OPEN_FILES, OPEN_FILES)?;
     setrlimit(Resource::RLIMIT_SIGPENDING, PENDING_SIGNALS, PENDING_SIGNALS)?;
     Ok(setrlimit(Resource::RLIMIT_NPROC, RLIM_INFINITY, RLIM_INFINITY)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_kernel_that_was_built_without_modules_needs_none() {
+        let dir = tempfile::tempdir().unwrap();
+        let target = dir.path().join("modules");
+        bind_modules("/nonexistent/modules", target.to_str().unwrap()).unwrap();
+        assert!(!target.exists());
+    }
 }

@@ -198,8 +198,7 @@ impl Base {
                     patches.apply(&work.join("source"))
                 })?;
             }
-            let about =
-                if goes_on || self == Base::WithoutModules { "5 to 10 minutes" } else { "10 to 20 minutes" };
+            let about = if goes_on { "5 to 10 minutes" } else { "10 to 20 minutes" };
             counted_step(&format!("building the {name}, {about}"), |bar| {
                 self.compile(cache, tools, work, &options, bar)
             })?;
