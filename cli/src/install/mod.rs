@@ -227,7 +227,7 @@ fn configure(out: &mut impl Write, options: &Options, containerd: &Containerd) -
         (None, None) => (main.clone(), Change::Text(block::whole(version_of(containerd, options)?))),
         (None, Some(generator)) => return Err(CommandError::NotGenerated { path: main, generator }),
     };
-    // First, so that `bulkhead uninstall` finds what is written, also if this process is killed meanwhile.
+    // First, so that `bulkhead uninstall` finds what is written, even if this process is killed meanwhile.
     options.record(out)?;
     let (path, text) = match change {
         Change::None => {

@@ -130,8 +130,9 @@ pub fn pods(root: &Path) -> io::Result<Vec<Pod>> {
     let mut paths = pods::paths(root)?;
     let left_out = paths.split_off(paths.len().min(MOST_PODS));
     let (sender, receiver) = channel();
+    let sampler = Sampler::default();
     for path in &paths {
-        Sampler::default().begin(path, &sender, |busy, sender| look_and_ask(busy, sender, look_at_files));
+        sampler.begin(path, &sender, |busy, sender| look_and_ask(busy, sender, look_at_files));
     }
     drop(sender);
     let looked = Received::until(deadline, &receiver)?.samples(paths);
@@ -245,6 +246,11 @@ fn send(sender: &Sender<Found>, found: Found) {
 fn without_answer(path: &Path, reason: &str) -> Sample {
     let mut pod = pods::named(path);
     pod.problems.push(one_line(&format!("{}: {reason}", path.display())));
+    with_nothing_more(pod)
+}
+
+/// A pod of which nothing more is known.
+fn with_nothing_more(pod: Pod) -> Sample {
     Sample { pod, is_up: false, usage: Usage::default(), container_oom_kills: None, start: None }
 }
 
@@ -270,9 +276,7 @@ fn with_answer(looked: Looked, answer: Option<Answer>) -> Sample {
 /// As [`look`], without what the pod uses, and nothing to ask its VMM for.
 fn look_at_files(path: &Path) -> Option<Looked> {
     let (pod, ..) = pods::look(path);
-    let sample =
-        Sample { pod, is_up: false, usage: Usage::default(), container_oom_kills: None, start: None };
-    path.exists().then_some(Looked { sample, vmm: None })
+    path.exists().then(|| Looked { sample: with_nothing_more(pod), vmm: None })
 }
 
 fn look(path: &Path) -> Option<Looked> {
@@ -351,6 +355,19 @@ mod tests {
         path
     }
 
+    /// A VMM that answers the two requests of a client.
+    fn vmm_that_answers(listener: UnixListener, answers: String) -> thread::JoinHandle<()> {
+        thread::spawn(move || {
+            let (mut client, _) = listener.accept().unwrap();
+            // Who closes before it has read breaks the pipe of the one who asks.
+            let mut requests = BufReader::new(client.try_clone().unwrap());
+            for _ in 0..2 {
+                requests.read_line(&mut String::new()).unwrap();
+            }
+            client.write_all(answers.as_bytes()).unwrap();
+        })
+    }
+
     #[test]
     fn a_pod_whose_vmm_does_not_answer_is_not_up() {
         let dir = tempfile::tempdir().unwrap();
@@ -418,17 +435,10 @@ mod tests {
             "shares": [{"tag": "share", "later": 1}], "restore_from": "/t"});
         fs::write(path.join("vmm.json"), config.to_string()).unwrap();
         let listener = UnixListener::bind(path.join("control.sock")).unwrap();
-        let vmm = thread::spawn(move || {
-            let (mut client, _) = listener.accept().unwrap();
-            let mut requests = BufReader::new(client.try_clone().unwrap());
-            for _ in 0..2 {
-                requests.read_line(&mut String::new()).unwrap();
-            }
-            let share = r#"{"tag":"share","requests":{"LOOKUP":3},"later":1}"#;
-            let shares = format!(r#"{{"result":"counts","later":1,"shares":[{share}]}}"#);
-            let devices = r#"{"result":"devices","later":1,"balloon_bytes":5}"#;
-            client.write_all(format!("{shares}\n{devices}\n").as_bytes()).unwrap();
-        });
+        let share = r#"{"tag":"share","requests":{"LOOKUP":3},"later":1}"#;
+        let shares = format!(r#"{{"result":"counts","later":1,"shares":[{share}]}}"#);
+        let devices = r#"{"result":"devices","later":1,"balloon_bytes":5}"#;
+        let vmm = vmm_that_answers(listener, format!("{shares}\n{devices}\n"));
         let sample = Sampler::default()
             .sample_within(dir.path(), Duration::from_secs(60), look)
             .unwrap()
@@ -471,17 +481,8 @@ mod tests {
         drop(listener);
         fs::remove_file(path.join("control.sock")).unwrap();
         let listener = UnixListener::bind(path.join("control.sock")).unwrap();
-        let vmm = thread::spawn(move || {
-            let (mut client, _) = listener.accept().unwrap();
-            // Who closes before it has read breaks the pipe of the one who asks.
-            let mut requests = BufReader::new(client.try_clone().unwrap());
-            for _ in 0..2 {
-                requests.read_line(&mut String::new()).unwrap();
-            }
-            let answer = br#"{"result":"counts","shares":[{"tag":"share","requests":{"LOOKUP":3}}]}"#;
-            client.write_all(answer).unwrap();
-            client.write_all(b"\n").unwrap();
-        });
+        let answer = r#"{"result":"counts","shares":[{"tag":"share","requests":{"LOOKUP":3}}]}"#;
+        let vmm = vmm_that_answers(listener, format!("{answer}\n"));
         let up = sample(Duration::from_secs(60));
         let problems = up.pod.problems;
         assert_eq!((up.is_up, up.usage.file_requests), (true, vec![("share".to_owned(), 3)]), "{problems:?}");

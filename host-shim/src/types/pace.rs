@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep_until};
 
-/// Turns, so many in each window. Who wants more of them waits: none is refused.
+/// A number of turns in each window. Whoever wants more waits: nobody is refused.
 #[derive(Debug)]
 pub(crate) struct Pace {
     most: u32,

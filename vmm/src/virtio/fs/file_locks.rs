@@ -2,20 +2,19 @@
 //!
 //! The guest's kernel decides between its own processes, and then asks for the same lock here, so that it holds against
 //! other pods and processes of the host, too. No request waits for a lock: while somebody else has it, the guest asks
-//! again. It asks for the end of each lock, also when a process ends (kernel-config/patches/fuse-file-locks.patch).
+//! again. It asks for the end of each lock, even when a process ends (kernel-config/patches/fuse-file-locks.patch).
 
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     sync::{Arc, Mutex},
 };
 
-use nix::fcntl::{FcntlArg, fcntl};
 use rustix::{fs::OFlags, io::Errno};
 
 use super::{
     abi::{Body, Result},
     file_server::{Answer, Request, Server, done},
-    lock_owners::{Kind, LAST, Locked, Owner, Wanted},
+    lock_owners::{Kind, Locked, Owner, Wanted},
 };
 use crate::lock;
 
@@ -58,13 +57,7 @@ impl Server {
                 of_another.as_fd()
             }
         };
-        let mut found = wanted.flock();
-        fcntl(file, FcntlArg::F_OFD_GETLK(&mut found))
-            .map_err(|error| Errno::from_raw_os_error(error as i32))?;
-        let first = found.l_start as u64;
-        let last = if found.l_len == 0 { LAST } else { first.saturating_add(found.l_len as u64 - 1) };
-        // The guest does not learn the pids of the host.
-        Ok(Body::default().u64(first).u64(last).u32(found.l_type as u32).u32(0).into())
+        Ok(wanted.excluded_by(file, Body::default())?.into())
     }
 
     fn add_owner(&self, owner: Owner) -> Result<Arc<Mutex<Locked>>> {

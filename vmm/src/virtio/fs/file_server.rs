@@ -545,13 +545,13 @@ fn init(mut args: Args, is_exclusive: bool) -> Result<Answer> {
         return Err(Errno::PROTO);
     }
     let further = if wanted & feature::INIT_EXT != 0 { args.u32()? } else { 0 };
-    let (offered, offered_further) = match is_exclusive {
-        true => (FEATURES, FURTHER_FEATURES),
-        false if further & further_feature::POLLED_LOCKS != 0 => {
-            (FEATURES | FEATURES_OF_SHARED | LOCKS, FURTHER_FEATURES | further_feature::POLLED_LOCKS)
+    let (mut offered, mut offered_further) = (FEATURES, FURTHER_FEATURES);
+    if !is_exclusive {
+        offered |= FEATURES_OF_SHARED;
+        if further & further_feature::POLLED_LOCKS != 0 {
+            (offered, offered_further) = (offered | LOCKS, offered_further | further_feature::POLLED_LOCKS);
         }
-        false => (FEATURES | FEATURES_OF_SHARED, FURTHER_FEATURES),
-    };
+    }
     let body = body.u32(max_readahead).u32(offered & wanted).u16(MAX_BACKGROUND).u16(CONGESTED);
     // `time_gran` is 1 nanosecond.
     let body = body.u32(LONGEST_DATA as u32).u32(1).u16(MAX_PAGES).zeros(2);

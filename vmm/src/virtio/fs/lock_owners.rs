@@ -18,12 +18,12 @@ use rustix::{
 };
 
 use super::{
-    abi::{Args, LOCK_IS_FLOCK, Result},
+    abi::{Args, Body, LOCK_IS_FLOCK, Result},
     descriptors::Unused,
 };
 
 /// The last byte of a file that can be locked (OFFSET_MAX in linux/fs.h).
-pub(super) const LAST: u64 = i64::MAX as u64;
+const LAST: u64 = i64::MAX as u64;
 
 /// How much the table may contain.
 #[derive(Debug, Clone, Copy)]
@@ -102,7 +102,7 @@ impl Locks {
         owners.into_iter().for_each(|owner| self.remove(owner));
     }
 
-    /// Whether there may be so many ranges more.
+    /// Whether there is room for this many more ranges.
     pub(super) fn has_room(&self, ranges: usize) -> bool {
         self.ranges + ranges <= self.limits.ranges
     }
@@ -131,15 +131,11 @@ impl Locks {
     /// Counts the ranges of an owner after a change, and forgets an owner without any.
     pub(super) fn changed(&mut self, owner: Owner, of: &Arc<Mutex<Locked>>, locked: &mut Locked) {
         let ranges = locked.ranges.len();
-        match self.owners.get_mut(&owner) {
-            // The file was unmounted, or the driver was reset, meanwhile.
-            Some(entry) if !Arc::ptr_eq(&entry.locked, of) => return,
-            None => return,
-            Some(entry) => {
-                self.ranges = self.ranges - entry.ranges + ranges;
-                entry.ranges = ranges;
-            }
-        }
+        let entry = self.owners.get_mut(&owner).filter(|entry| Arc::ptr_eq(&entry.locked, of));
+        // The file was unmounted, or the driver was reset, meanwhile.
+        let Some(entry) = entry else { return };
+        self.ranges = self.ranges - entry.ranges + ranges;
+        entry.ranges = ranges;
         if ranges == 0 {
             locked.is_removed = true;
             self.remove(owner);
@@ -185,7 +181,7 @@ impl Wanted {
     }
 
     /// The lock for F_OFD_SETLK and F_OFD_GETLK.
-    pub(super) fn flock(&self) -> libc::flock {
+    fn flock(&self) -> libc::flock {
         let l_type = match self.kind {
             Some(Kind::Read) => libc::F_RDLCK,
             Some(Kind::Write) => libc::F_WRLCK,
@@ -212,11 +208,22 @@ impl Wanted {
             };
             return flock(file, operation);
         }
-        match fcntl(file, FcntlArg::F_OFD_SETLK(&self.flock())) {
+        match fcntl(file, FcntlArg::F_OFD_SETLK(&self.flock())).map_err(errno) {
             Ok(_) => Ok(()),
-            Err(nix::Error::EACCES) => Err(Errno::AGAIN),
-            Err(error) => Err(Errno::from_raw_os_error(error as i32)),
+            Err(Errno::ACCESS) => Err(Errno::AGAIN),
+            Err(error) => Err(error),
         }
+    }
+
+    /// Adds `fuse_file_lock` of a lock that another open file description than this one has, and that excludes this
+    /// lock. Without one it is an unlocked range.
+    pub(super) fn excluded_by(&self, file: impl AsFd, body: Body) -> Result<Body> {
+        let mut found = self.flock();
+        fcntl(file, FcntlArg::F_OFD_GETLK(&mut found)).map_err(errno)?;
+        let first = found.l_start as u64;
+        let last = if found.l_len == 0 { LAST } else { first.saturating_add(found.l_len as u64 - 1) };
+        // The guest does not learn the pids of the host.
+        Ok(body.u64(first).u64(last).u32(found.l_type as u32).u32(0))
     }
 }
 
@@ -258,4 +265,8 @@ impl Locked {
         (self.file, self.is_writable) = (Some(file), is_writable);
         Ok(())
     }
+}
+
+fn errno(error: nix::Error) -> Errno {
+    Errno::from_raw_os_error(error as i32)
 }

@@ -19,7 +19,7 @@ use crate::{lock, virtio::iovecs::Iovecs};
 /// UDP datagrams of both versions of IP, which the kernel has left together.
 pub(super) const UDP_SEGMENTS: u32 = libc::TUN_F_USO4 | libc::TUN_F_USO6;
 
-/// A guest may cause so many changes of its taps at once: twice what it needs to begin to use eight with four queues,
+/// A guest may cause this many changes of its taps at once: twice what it needs to begin to use eight with four queues,
 const BURST: u32 = 64;
 /// and after that another one so often.
 const INTERVAL: Duration = Duration::from_millis(100);
@@ -34,7 +34,7 @@ pub struct Tap {
 
 /// What the kernel has been told.
 struct State {
-    /// The first ones so many are attached.
+    /// How many queues are attached, counted from the first.
     attached: usize,
     /// The offloads (TUN_F_*) that the reader accepts.
     offload: u32,
@@ -142,7 +142,7 @@ impl Default for Pace {
 }
 
 impl Pace {
-    /// Takes so many turns, or none: `WouldBlock`.
+    /// Takes this many turns, or none: `WouldBlock`.
     fn take(&self, turns: usize) -> io::Result<()> {
         if self.takes(turns, Instant::now()) { Ok(()) } else { Err(io::ErrorKind::WouldBlock.into()) }
     }
