@@ -70,7 +70,6 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::new("terminal", terminal::CASES),
     Group::new("isolation", isolation::CASES),
     Group::new("clock", clock::CASES),
-    Group::new("devices", devices::CASES),
     Group::new("block_io", block_io::CASES),
     Group::new("mounts", mounts::CASES),
     Group::new("permissions", permissions::CASES),
@@ -100,6 +99,10 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::new("many_pods", many_pods::CASES),
     Group::new("pod_bad_input", pod::bad_input::CASES),
     Group::brief("sandboxer", pod::sandboxer::CASES),
+    Group::new("transport", transport::CASES),
+    // No group that uses docker comes before those above that stop the tests' containerd, or after those below: they
+    // stop the tests' dockerd, too.
+    Group::new("devices", devices::CASES),
     Group::new("docker", docker::CASES),
     Group::new("docker_flags", docker_flags::CASES),
     Group::new("docker_names", docker_names::CASES),
@@ -115,7 +118,6 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::new("jail", jail::CASES),
     Group::new("share", share::CASES),
     Group::new("templates", templates::CASES),
-    Group::new("transport", transport::CASES),
     Group::new("hostile", hostile::CASES),
     Group::new("counts", counts::CASES),
     Group::new("leaks", leaks::CASES),
@@ -125,7 +127,7 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::new("operator", operator_metrics::CASES),
     Group::new("operator", operator_follow::CASES),
     Group::new("run", run::CASES),
-    // After all that use docker: the cases that stop the tests' containerd stop the tests' dockerd, too.
+    // These stop the tests' containerd, and with it the tests' dockerd.
     Group::new("operator", operator_exec::CASES),
     Group::new("pod_ipv6", pod_ipv6::CASES),
     Group::new("upgrade", upgrade::CASES),
@@ -133,3 +135,34 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::new("faults", faults::CASES),
     Group::new("bad_input", bad_input::CASES),
 ];
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::path::{Path, PathBuf};
+
+    /// The group's file, and those of its modules.
+    fn sources(file: &Path) -> String {
+        let modules = fs::read_dir(file.with_extension("")).into_iter().flatten();
+        let modules: Vec<PathBuf> = modules.map(|entry| entry.unwrap().path()).collect();
+        let sources = modules.iter().filter(|path| path.extension().is_some_and(|it| it == "rs"));
+        sources.fold(fs::read_to_string(file).unwrap(), |all, path| all + &fs::read_to_string(path).unwrap())
+    }
+
+    /// A run is cut into slices anywhere, so any two groups may share a containerd and a dockerd.
+    #[test]
+    fn nothing_stops_dockerd_between_the_first_group_that_uses_it_and_the_last() {
+        let cases = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/cases");
+        let lines = include_str!("mod.rs").lines().filter_map(|line| line.trim().strip_prefix("Group::"));
+        let modules = lines.filter_map(|line| line.split_once(", ")?.1.strip_suffix("::CASES),"));
+        let texts: Vec<_> =
+            modules.map(|module| sources(&cases.join(module.replace("::", "/") + ".rs"))).collect();
+        let with =
+            |words: &str| (0..texts.len()).filter(|index| texts[*index].contains(words)).collect::<Vec<_>>();
+        let (docker, stops) =
+            (with("docker::Client"), [with("_containerd_is_down("), with(".with_disks(")].concat());
+        let uses = docker[0]..=docker[docker.len() - 1];
+        assert!(docker.len() > 5 && stops.len() > 5, "{docker:?} {stops:?}");
+        assert!(!stops.iter().any(|index| uses.contains(index)), "{docker:?} {stops:?}");
+    }
+}

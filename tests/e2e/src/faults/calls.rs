@@ -106,7 +106,7 @@ impl FaultyShim {
         let place = PathBuf::from("/usr/local/bin").join(host.runtime().shim());
         let shim = directory.path().join(host.runtime().shim());
         fs::copy(&place, &shim).with_context(|| format!("cannot copy {}", place.display()))?;
-        let script = Replaced::file(&place, &script(directory.path(), &shim))?;
+        let script = Replaced::file(&place, &script(directory.path(), &shim, host.runtime().shim()))?;
         fs::set_permissions(&place, Permissions::from_mode(0o755))
             .context("cannot make the script executable")?;
         Ok(Self { directory, _script: script })
@@ -167,8 +167,9 @@ impl Drop for CallInjector<'_> {
 }
 
 /// A script that does what `shim` does. If there is a file of options for the container, `shim start` answers when
-/// strace is attached to the server. strace leaves programs alone that the server executes.
-fn script(directory: &Path, shim: &Path) -> String {
+/// strace is attached to the server, whose command line begins with `name`. strace leaves programs alone that the
+/// server executes.
+fn script(directory: &Path, shim: &Path, name: &str) -> String {
     let (directory, shim) = (directory.display(), shim.display());
     format!(
         "#!/bin/sh\n\
@@ -176,7 +177,7 @@ fn script(directory: &Path, shim: &Path) -> String {
          id=$(echo \" $* \" | sed 's/.* -id \\([^ ]*\\) .*/\\1/')\n\
          [ -e {directory}/{OPTIONS}-$id ] || exec {shim} \"$@\"\n\
          answer=$({shim} \"$@\") || exit\n\
-         pid=$(pgrep -n -f \"^{shim} .*-id $id( |\\$)\") || exit\n\
+         pid=$(pgrep -n -f \"^{name} .*-id $id( |\\$)\") || {{ echo no server of $id is found >&2; exit 1; }}\n\
          setsid strace -f -b execve -p $pid -o {directory}/{TRACE}-$id $(cat {directory}/{OPTIONS}-$id) \
          </dev/null >/dev/null 2>&1 &\n\
          echo $! >{directory}/{PID}-$id\n\
