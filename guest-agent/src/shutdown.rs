@@ -1,12 +1,21 @@
 //! The end of the guest.
 
-use std::{convert::Infallible, fs::OpenOptions, io::Write, process, time::Duration};
-
-use nix::sys::{
-    reboot::{RebootMode, reboot},
-    signal::{Signal, kill},
+use std::{
+    convert::Infallible,
+    fs::{self, File, OpenOptions},
+    io::{self, ErrorKind, Write},
+    process,
+    time::Duration,
 };
-use nix::unistd::Pid;
+
+use nix::{
+    mount::{MsFlags, mount},
+    sys::{
+        reboot::{RebootMode, reboot},
+        signal::{Signal, kill},
+    },
+    unistd::Pid,
+};
 
 use crate::syscall;
 
@@ -25,9 +34,22 @@ pub fn die(reason: &str) -> ! {
 /// opened or written, the line goes to the console, if there is one.
 fn say(what: &str) {
     let line = format!("bulkhead-agent: {}", what.replace(char::is_control, " "));
-    let logged = OpenOptions::new().write(true).open("/dev/kmsg");
-    if logged.and_then(|mut log| log.write_all(record(&line).as_bytes())).is_err() {
+    if open_log().and_then(|mut log| log.write_all(record(&line).as_bytes())).is_err() {
         eprintln!("{line}");
+    }
+}
+
+/// Opens /dev/kmsg. An agent that fails in its first steps has not mounted /dev yet: this mounts it then.
+fn open_log() -> io::Result<File> {
+    let open = || OpenOptions::new().write(true).open("/dev/kmsg");
+    match open() {
+        Err(error) if error.kind() == ErrorKind::NotFound => {
+            // An initramfs may have the directory; if there is none, mount(2) says so.
+            let _ = fs::create_dir("/dev");
+            mount(Some("devtmpfs"), "/dev", Some("devtmpfs"), MsFlags::empty(), None::<&str>)?;
+            open()
+        }
+        opened => opened,
     }
 }
 

@@ -114,16 +114,21 @@ pub(crate) fn unpack(cache: &Cache, suite: &str, package: &str, root: &Path) -> 
     mmdebstrap(cache, suite, &flags, suite, root)
 }
 
-/// One program of a package of the inner host's release, at this path in the package, for a run that brings it along.
-/// The inner host must have the libraries that it needs.
-pub(crate) fn program(cache: &Cache, package: &str, program: &str) -> Result<PathBuf> {
-    let key = request(cache, SUITE, &[package])?.bytes(program);
+/// Some files and directories of a package of the inner host's release, for a run that brings them along: a directory
+/// that has them at their paths in the package. The inner host must have the libraries that they need.
+pub(crate) fn files(cache: &Cache, package: &str, paths: &[&str]) -> Result<PathBuf> {
+    let key = request(cache, SUITE, &[package])?.bytes(paths.join("\n"));
     let fetch = |to: &Path| {
         let unpacked = to.with_extension("unpacked");
         cache::remove(&unpacked)?;
         let moved = unpack(cache, SUITE, package, &unpacked).and_then(|()| {
-            let from = unpacked.join(program);
-            fs::rename(from, to).with_context(|| format!("Debian's package {package} has no {program}"))
+            for path in paths {
+                let place = to.join(path);
+                fs::create_dir_all(place.parent().unwrap_or(to))?;
+                fs::rename(unpacked.join(path), place)
+                    .with_context(|| format!("Debian's package {package} has no {path}"))?;
+            }
+            Ok(())
         });
         cache::remove(&unpacked)?;
         moved

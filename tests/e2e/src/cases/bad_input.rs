@@ -24,6 +24,7 @@ pub(super) const CASES: &[Case] = &[
     Case::bulkhead("the_kernel_is_missing", kernel_missing),
     Case::bulkhead("the_kernel_is_not_a_kernel", kernel_broken),
     Case::bulkhead("the_initramfs_is_missing", initramfs_missing),
+    Case::bulkhead("an_agent_that_cannot_begin_says_why_without_a_console", agent_cannot_begin),
     Case::bulkhead("the_vmm_is_missing", vmm_missing),
     Case::bulkhead("the_configuration_is_broken", configuration_broken),
     Case::bulkhead("the_configuration_has_an_unknown_key", configuration_unknown_key),
@@ -124,6 +125,33 @@ fn kernel_broken(host: &Host) -> Result<()> {
 fn initramfs_missing(host: &Host) -> Result<()> {
     let words = ["initramfs", "/no/such/initramfs", "No such file or directory"];
     refused_under(host, "initramfs = \"/no/such/initramfs\"\n", &words)
+}
+
+/// The agent makes `/newroot` first of all. Here the initramfs has it already.
+fn agent_cannot_begin(host: &Host) -> Result<()> {
+    let directory = scratch()?;
+    let initramfs = directory.path().join("initramfs.cpio");
+    let mut archive = fs::read("/usr/lib/bulkhead/initramfs.cpio")?;
+    archive.resize(archive.len().next_multiple_of(4), 0);
+    archive.extend(one_directory("newroot"));
+    fs::write(&initramfs, archive)?;
+    let configuration = format!("initramfs = {initramfs:?}\ntemplates = false\n");
+    refused_under(host, &configuration, &["fatal: moving the root to a tmpfs: File exists"])
+}
+
+/// A cpio archive with one directory, as the kernel unpacks it after another archive (kernel,
+/// Documentation/driver-api/early-userspace/buffer-format.rst).
+fn one_directory(name: &str) -> Vec<u8> {
+    let entry = |mode: u32, name: &str| {
+        let (size, links) = (name.len() + 1, 2);
+        let mut fields = [0; 13];
+        (fields[1], fields[4], fields[11]) = (mode, links, size as u32);
+        let fields: String = fields.iter().map(|field| format!("{field:08x}")).collect();
+        let mut entry = format!("070701{fields}{name}\0").into_bytes();
+        entry.resize(entry.len().next_multiple_of(4), 0);
+        entry
+    };
+    [entry(0o040_755, name), entry(0, "TRAILER!!!")].concat()
 }
 
 fn vmm_missing(host: &Host) -> Result<()> {

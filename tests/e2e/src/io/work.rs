@@ -55,18 +55,20 @@ pub(super) const WORKS: &[Work] = &[
     work("16 MiB read by 1 MiB with O_DIRECT, block volume", |side| side.order_disk("read_blocks", "16")),
     work("16 MiB written by 1 MiB with O_DIRECT, block volume", |side| side.order_disk("write_blocks", "16")),
     work("start of Python with five imports, repeated", |side| side.order("start_python")),
+    work("start of Node with four modules, repeated", |side| side.order("start_node")),
+    work("`java -version`, repeated", |side| side.order("start_java")),
     work("`gcc hello.c`, repeated", |side| side.order("compile_program")),
-    work("4 MiB of TCP out", |side| side.receive(4)),
-    work("4 MiB of TCP in", |side| side.send(4)),
+    work("16 MiB of TCP out", |side| side.receive(16)),
+    work("16 MiB of TCP in", |side| side.send(16)),
     work("100 round trips of TCP", |side| side.answer(100)),
-    work("1,000 datagrams of 64 bytes out, UDP", |side| side.receive_datagrams(10)),
-    work("1,000 datagrams of 64 bytes in, UDP", |side| side.send_datagrams(10)),
+    work("4,000 datagrams of 64 bytes out, UDP", |side| side.receive_datagrams(40)),
+    work("4,000 datagrams of 64 bytes in, UDP", |side| side.send_datagrams(40)),
     work("50 connections of TCP in, one after the other", |side| side.make_connections(50)),
     work("20 pages of 100 KB by HTTP from nginx", |side| side.ask_for_pages(20)),
-    work("500 times SET of Redis from 10 connections", |side| side.ask_redis("set", 500)),
-    work("500 times GET of Redis from 10 connections", |side| side.ask_redis("get", 500)),
+    work("1,500 times SET of Redis from 10 connections", |side| side.ask_redis("set", 1500)),
+    work("1,500 times GET of Redis from 10 connections", |side| side.ask_redis("get", 1500)),
     work("50 transactions of pgbench (TPC-B), database in the volume", |side| side.order("pgbench 50")),
-    work("200 transactions of pgbench -S (select only), database in the volume", |side| {
-        side.order("pgbench 200 -S")
+    work("500 transactions of pgbench -S (select only), database in the volume", |side| {
+        side.order("pgbench 500 -S")
     }),
 ];

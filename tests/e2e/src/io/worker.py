@@ -193,6 +193,15 @@ def start_python():
     subprocess.run(["python3", "-c", "import ctypes,subprocess,tempfile,socket"], check=True)
 
 
+def start_node():
+    subprocess.run(["node", "-e", "for (const m of ['http', 'crypto', 'zlib', 'child_process']) require(m)"], check=True)
+
+
+def start_java():
+    java = "/usr/lib/jvm/java-21-openjdk-amd64/bin/java"
+    subprocess.run([java, "-version"], check=True, stderr=subprocess.DEVNULL)
+
+
 def compile_program():
     subprocess.run(["gcc", "-o", "/srv/hello", "/srv/hello.c"], check=True)
 

@@ -35,10 +35,15 @@ const ROUND_LIMIT: Duration = Duration::from_secs(6 * 60);
 /// How long the start may take.
 const START_LIMIT: Duration = Duration::from_secs(8 * 60);
 
-/// The package with the server of virtio-fs, its program, and where tests/e2e/src/io/guest.rs looks for it. It is not
-/// in the inner host: no test needs it, and another package there would make each machine build all of it again.
+// What follows is not in the inner host: no test needs it, and another package there would make each machine build all
+// of it again.
+
+/// The package with the server of virtio-fs, its program, and where tests/e2e/src/io/guest.rs looks for it.
 const VIRTIOFSD: (&str, &str, &str) =
     ("virtiofsd", "usr/libexec/virtiofsd", "/usr/lib/bulkhead/tests/virtiofsd");
+/// The package with Java, and what `java -version` reads of it. Its path is known to tests/e2e/src/io/worker.py.
+const JAVA: (&str, [&str; 2]) =
+    ("openjdk-21-jre-headless", ["usr/lib/jvm/java-21-openjdk-amd64", "etc/java-21-openjdk"]);
 
 const INTRODUCTION: &str = "\
 # Files and network, compared with runc and QEMU
@@ -134,9 +139,12 @@ fn measure(cache: &Cache, tools: &Tools, rounds: u32, is_enough: bool) -> Result
     let profile = if is_enough { Profile::Shipped } else { Profile::Quick };
     let dist = dist::build(cache, tools, profile)?;
     let (package, program, remote) = VIRTIOFSD;
-    let virtiofsd =
-        Put { local: debian::program(cache, package, program)?, remote: Path::new(remote).into() };
-    let payload = Payload::new(cache, &[dist.put(), virtiofsd])?;
+    let virtiofsd = debian::files(cache, package, &[program])?.join(program);
+    let (package, paths) = JAVA;
+    let java = debian::files(cache, package, &paths)?;
+    let mut puts = vec![dist.put(), Put { local: virtiofsd, remote: remote.into() }];
+    puts.extend(paths.map(|path| Put { local: java.join(path), remote: Path::new("/").join(path) }));
+    let payload = Payload::new(cache, &puts)?;
     drop(dist);
     let rig = Rig::ensure(cache, tools)?;
     let mut session = step("starting the host", || rig.start(&payload))?;

@@ -92,7 +92,7 @@ impl Answer {
 
 /// What puts Prometheus's program in the rig.
 pub(super) fn put(cache: &Cache) -> Result<Put> {
-    Ok(Put { local: debian::program(cache, PACKAGE, PROGRAM)?, remote: PUT.into() })
+    Ok(Put { local: debian::files(cache, PACKAGE, &[PROGRAM])?.join(PROGRAM), remote: PUT.into() })
 }
 
 /// Has a pod watched on a host on which the package is installed, and docker runs.
