@@ -20,7 +20,7 @@ use crate::test::Tally;
 /// What a user of runc may miss, and why it is so. It is refused by an error that names it, unless it says otherwise.
 const DIFFERENCES: &[(&str, &str)] = &[
     (
-        "`hostNetwork`, `hostPID`, `hostIPC`, a namespace of the host by its path",
+        "`hostNetwork`, `hostPID`, `hostIPC`, `docker run --uts host`, a namespace of the host by its path",
         "a microVM shares no namespace with its host",
     ),
     (
@@ -31,19 +31,19 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "huge pages of a container (`hugepages-2Mi`): not refused, but they are the guest's, and the host's pool \
          stays unused; a mount of a hugetlbfs of the host has other files than on the host, and is refused if neither \
          a limit nor a size says how many pages there are",
-        "the VM gets ordinary memory for them (docs/resources.md, Huge pages of containers)",
+        "the VM gets ordinary memory for them ([huge pages of containers](resources.md#huge-pages-of-containers))",
     ),
     ("huge pages of 1 GiB", "the guest has none"),
     (
         "errors of the host's file system when a file of the image is opened to be written (a full disk): not refused, \
          but they come with the first write",
-        "the guest opens files of its root without a request (docs/architecture.md, Files)",
+        "the guest opens files of its root without a request ([files](architecture.md#files))",
     ),
     ("checkpoint and restore", "not built yet"),
     (
         "huge pages of a container count for `memory.max` of its pod's cgroup: not refused, but a pod of kubelet needs a \
          larger overhead for them",
-        "they are ordinary memory of the VM (docs/resources.md, Huge pages of containers)",
+        "they are ordinary memory of the VM ([huge pages of containers](resources.md#huge-pages-of-containers))",
     ),
     (
         "more than eight network interfaces in a pod, interfaces that are no Ethernet, routes through an interface that \
@@ -55,7 +55,7 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "`createContainer` and `startContainer` hooks",
         "they are programs of the host for namespaces that are the guest's",
     ),
-    ("SELinux labels", "the guest's kernel has no SELinux (docs/security.md)"),
+    ("SELinux labels", "the guest's kernel has no SELinux ([security](security.md))"),
     ("stacks of AppArmor profiles, and profiles of namespaces of AppArmor", "not built yet"),
     ("`SCMP_ACT_NOTIFY` and `listenerPath` of a system call filter", "the listener is a process of the host"),
     (
@@ -126,7 +126,7 @@ const DIFFERENCES: &[(&str, &str)] = &[
          SCM_CREDENTIALS do not pass, the service sees the shim's pid, and a connection to a service that has ended is \
          accepted and ends at once. To those of datagrams (`/dev/log`) a container can only send: there are no \
          answers, and the service sees the VMM's pid",
-        "the shim forwards bytes and datagrams (docs/resources.md, Sockets of the host's services)",
+        "the shim forwards bytes and datagrams ([sockets of the host's services](resources.md#sockets-of-the-hosts-services))",
     ),
     (
         "sockets in a directory of the host that a container mounts: the mount is not refused. A container connects to \
@@ -134,20 +134,20 @@ const DIFFERENCES: &[(&str, &str)] = &[
          connections fail with ECONNREFUSED: to sockets in directories below, and from the host or another pod to a \
          container's socket (each container of docker is a pod)",
         "virtio-fs carries no connections; the shim looks for sockets in the directory that is mounted \
-         (docs/resources.md, Sockets of the host's services)",
+         ([sockets of the host's services](resources.md#sockets-of-the-hosts-services))",
     ),
     (
         "inotify events of what the host changes in a volume: not refused, but there are none; ConfigMap, Secret, \
          downward API and projected volumes have them, if they take at most 3 MiB each and 16 MiB together",
         "virtio-fs has no notifications in Linux: who opens a file sees the change; the guest has copies of those \
-         volumes (docs/resources.md, Volumes that kubelet keeps up to date)",
+         volumes ([volumes that kubelet keeps up to date](resources.md#volumes-that-kubelet-keeps-up-to-date))",
     ),
     (
         "locks of files in volumes (flock(2), fcntl(2)): a process that waits for a lock of the host or of another pod \
          looks for it again after 1 to 64 ms, and no deadlock with those is found (EDEADLK). All processes of a pod \
          together can lock 8,192 ranges, for 1,024 pairs of a process and a file, and one lock can change 16 others of \
          its process: what is more fails with ENOLCK",
-        "the guest's kernel asks the host for each lock, and a request cannot wait (docs/architecture.md, Files)",
+        "the guest's kernel asks the host for each lock, and a request cannot wait ([files](architecture.md#files))",
     ),
     (
         "shared mappings of a file in a volume by several pods, or by a pod and the host: not refused, but they are not the \
@@ -161,12 +161,12 @@ const DIFFERENCES: &[(&str, &str)] = &[
          a file or a `subPath` in it; a directory that one container of a pod mounts to read it before another mounts \
          it to write it (not `emptyDir`); two places of one container of docker or ctr; a directory that two \
          containers of a pod mount at the same moment",
-        "these are several mounts of the share (docs/architecture.md, The share)",
+        "these are several mounts of the share ([the share](architecture.md#the-share))",
     ),
     (
         "pages of files that are mapped privately, such as programs and libraries: not refused, but they are not in \
          `memory.current` and `memory.stat` of the container, and not limited by its `memory.max`",
-        "they are charged to the cgroup above it, which has a limit of its own (docs/architecture.md, Memory)",
+        "they are charged to the cgroup above it, which has a limit of its own ([memory](architecture.md#memory))",
     ),
     (
         "a FIFO between a container and the host: not refused, but what one end writes does not come to the other",
@@ -175,7 +175,7 @@ const DIFFERENCES: &[(&str, &str)] = &[
     (
         "syncfs(2) on files of the host: not refused, but it syncs all file systems of volumes, or of roots, that the pod \
          has used, waits for the slowest, and returns the error of any. sync(2) syncs these, not all of the host's",
-        "the request does not say which file system is meant (docs/architecture.md, Files)",
+        "the request does not say which file system is meant ([files](architecture.md#files))",
     ),
     (
         "name_to_handle_at(2), open_by_handle_at(2) and FIGETBSZ on files of a root: they work, where overlayfs refuses \
@@ -188,7 +188,7 @@ const DIFFERENCES: &[(&str, &str)] = &[
          (`P`). Refused (EOPNOTSUPP) are DAX, directories that ignore case (`F`) and the sizes of the extents of XFS. \
          How a file is stored (`e`) stays",
         "the VMM has no CAP_LINUX_IMMUTABLE and no CAP_SYS_RESOURCE; a file that leaves its project leaves its quota; the \
-         server relies on the rest (docs/architecture.md, Files)",
+         server relies on the rest ([files](architecture.md#files))",
     ),
     (
         "the time of the last change (ctime) after `chattr` on files of the host: not refused, but the guest may show the \
@@ -202,7 +202,7 @@ const DIFFERENCES: &[(&str, &str)] = &[
     (
         "access times of files of the host: not refused, but what the guest answers from its caches does not move them, \
          and a look at a symbolic link may",
-        "the host's kernel moves them when the file server reads (docs/architecture.md, Files)",
+        "the host's kernel moves them when the file server reads ([files](architecture.md#files))",
     ),
     (
         "epoll_ctl(2) of a regular file of the host: not refused, and the file is always ready; runc refuses it (EPERM)",
@@ -243,7 +243,7 @@ const DIFFERENCES: &[(&str, &str)] = &[
     ),
     (
         "a CPU limit is also the number of processors that a container sees, rounded up: not refused",
-        "the VM gets the vCPUs that it can use (docs/architecture.md, Processors)",
+        "the VM gets the vCPUs that it can use ([processors](architecture.md#processors))",
     ),
     (
         "more than 32 processors for a pod: not refused, but a container without a limit, with a higher limit or with a \
@@ -259,7 +259,7 @@ const DIFFERENCES: &[(&str, &str)] = &[
          its guest. It has the host's `vm.max_map_count`, `fs.file-max`, `fs.nr_open`, `fs.aio-max-nr` (no more \
          than its memory allows), `fs.pipe-max-size`, `fs.inotify.max_user_instances`, `net.core.rmem_max` and \
          `net.core.wmem_max` as they were when the pod started",
-        "the guest has a kernel of its own (docs/architecture.md, Limits that go by the memory)",
+        "the guest has a kernel of its own ([limits that go by the memory](architecture.md#limits-that-go-by-the-memory))",
     ),
     (
         "core dumps: not refused, but the soft limit (`ulimit -c`) is 0, whatever the engine's is, and a core is written to \
@@ -274,25 +274,25 @@ const DIFFERENCES: &[(&str, &str)] = &[
     (
         "the pid of which `prestart`, `createRuntime` and `poststart` hooks are told: not refused, but of its namespaces \
          only the network namespace is the pod's",
-        "it is a process of the host that stands for the container (docs/architecture.md, Pods)",
+        "it is a process of the host that stands for the container ([pods](architecture.md#pods))",
     ),
     ("NUMA nodes of a cpuset: not refused, but the container sees node 0", "a guest has one NUMA node"),
     (
         "the files of one root directory that several containers use at the same time, which no engine does: not \
          refused, but one sees a new name of another after 10 s, and what only stat(2) shows after 60 s",
-        "a guest caches its containers' roots for so long; volumes are cached for 1 s (docs/architecture.md, Files)",
+        "a guest caches its containers' roots for so long; volumes are cached for 1 s ([files](architecture.md#files))",
     ),
     (
         "extended attributes `trusted.*` of a container's files: not refused, but not those of the host, which stay \
          hidden; a process without CAP_SYS_ADMIN can list their names; symbolic links and device nodes have none; a \
          name has at most 241 bytes",
-        "the VMM has no CAP_SYS_ADMIN, and keeps them as `user.bulkhead.trusted.*` (docs/architecture.md, Files)",
+        "the VMM has no CAP_SYS_ADMIN, and keeps them as `user.bulkhead.trusted.*` ([files](architecture.md#files))",
     ),
     (
         "`/proc/meminfo`, `free` and `sysinfo(2)` show the size that the pod's VM has now, not the host's memory: not \
          refused",
         "they are of the guest's kernel; a VM without a memory limit grows when its containers need more \
-         (docs/resources.md, Containers without a memory limit)",
+         ([containers without a memory limit](resources.md#containers-without-a-memory-limit))",
     ),
     (
         "`vm.overcommit_memory` is 1, not 0: not refused, but a mapping may be larger than all memory",

@@ -86,7 +86,7 @@ fn show(cache: &Cache, arguments: &DemoArguments, phases: &mut Phases) -> Result
     let profile = if matches!(arguments.what, Demo::Density) { Profile::Shipped } else { Profile::Quick };
     let tools = &phases.time("the tool root: QEMU, kernel source, compiler", || Tools::ensure(cache))?;
     let build_kernel = || match arguments.what {
-        // It is what people see first, and needs none of the modules, which take as long as the rest of the kernel.
+        // It is what people see first, and needs none of the modules, which take another minute.
         Demo::Container => kernel::build_without_modules(cache, tools),
         Demo::Pod | Demo::Hostile | Demo::Density => kernel::build(cache, tools),
     };

@@ -12,7 +12,7 @@ use tar::{Builder, EntryType, Header};
 /// The name under which containerd knows the image.
 pub(crate) const IMAGE: &str = "docker.io/library/busybox:latest";
 
-/// The image that the containerd configurations in contrib/ name for the pause container.
+/// The pause image of the containerd that the tests configure (`tests/e2e/src/containerd.rs`).
 const PAUSE_IMAGE: &str = "registry.k8s.io/pause:3.10";
 
 /// What the tests' pause container runs: it reaps what is left to it, and ends when it is told to.
