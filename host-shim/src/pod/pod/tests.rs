@@ -9,7 +9,7 @@ mod hooks;
 mod host_sockets;
 mod hung_vmm;
 mod late;
-mod pod;
+mod members;
 mod start;
 mod volumes;
 

@@ -151,7 +151,7 @@ async fn sandbox_of_four(annotations: Value) -> Story {
 /// Creates a container of the pod.
 async fn add(story: &Story, id: &str, args: &[&str], resources: Value) -> Result<Arc<Container>, TaskError> {
     make_bundle(story.dir.path(), id, args, |spec| {
-        super::pod::be_member(spec);
+        super::members::be_member(spec);
         spec["linux"]["resources"] = resources;
     });
     timeout(WAIT, story.pod.create(CreateRequest::Task(story.request_of(id)))).await.unwrap()

@@ -6,7 +6,7 @@ use containerd_shim_protos::types::mount::Mount;
 use serde_json::Value;
 use tokio::task::JoinHandle;
 
-use super::{pod::be_member, *};
+use super::{members::be_member, *};
 use crate::{
     host::block_device::{BlockDevice, open_disk},
     pod::devices::{Disk, Numbers},

@@ -4,7 +4,7 @@ use std::sync::mpsc;
 
 use tokio::task::JoinHandle;
 
-use super::{cancel::Hung, pod::be_member, *};
+use super::{cancel::Hung, members::be_member, *};
 use crate::guest::agent::AgentError;
 
 /// How long a thread may take to end when nothing holds it up any more.

@@ -2,7 +2,7 @@
 
 use std::{os::unix::fs::symlink, path::PathBuf};
 
-use super::{pod::be_member, *};
+use super::{members::be_member, *};
 
 /// A volume as kubelet has it, with one file.
 struct Volume(PathBuf);
