@@ -2,10 +2,13 @@
 
 use std::{fs, path::Path, thread};
 
-use bulkhead_host_shim::operator::chain;
+use bulkhead_host_shim::operator::{chain, one_line};
 use bulkhead_vmm::{jail, kvm};
 
-use crate::check::finding::Finding;
+use crate::{
+    check::{distribution::Family, finding::Finding},
+    containerd::major_and_minor,
+};
 
 /// The modules that the network of pods needs. The kernel loads them itself if it has them.
 const NETWORK: [&str; 4] = ["tun", "sch_ingress", "cls_u32", "act_mirred"];
@@ -14,6 +17,32 @@ const MORE: [&str; 5] = ["nf_tables", "nft_chain_nat", "nft_redir", "cls_flower"
 
 /// The controllers of cgroups by which the host limits a pod.
 const CONTROLLERS: [&str; 4] = ["cpu", "cpuset", "memory", "pids"];
+
+/// The oldest kernel of a host. The VMM does not run without mount_setattr(2), by which it takes devices and programs
+/// away from all mounts of its jail at once. What else Bulkhead cannot do without is older: openat2(2) of Linux 5.6,
+/// pidfd_open(2) of 5.3, open_tree(2) and move_mount(2) of 5.2, and what the VMM needs of KVM. What is newer is used
+/// only if it is there: Landlock, core scheduling, and pages that are mapped before they are touched.
+const OLDEST: (u32, u32) = (5, 12);
+
+/// Whether the kernel is new enough.
+pub(super) fn release(root: &Path) -> Finding {
+    let check = "kernel";
+    let text = fs::read_to_string(root.join("proc/sys/kernel/osrelease")).unwrap_or_default();
+    let found = format!("Linux {}", one_line(text.trim()));
+    match major_and_minor(&text) {
+        Some(numbers) if numbers >= OLDEST => Finding::ok(check, found),
+        Some(_) => Finding::fail(
+            check,
+            format!("{found}: the VMM needs Linux 5.12 or later, for mount_setattr(2)"),
+            "boot a newer kernel, or update the distribution; Linux 6.12 was tested",
+        ),
+        None => Finding::warn(
+            check,
+            "its version is not known: /proc/sys/kernel/osrelease cannot be read",
+            "mount /proc; the VMM needs Linux 5.12 or later",
+        ),
+    }
+}
 
 /// Whether KVM can run a VM, by the code of the VMM. It makes one, which another hypervisor may prevent.
 pub(super) fn kvm(root: &Path) -> Finding {
@@ -63,6 +92,7 @@ pub(super) fn modules(root: &Path) -> Finding {
     let missing = |names: &[&'static str]| names.iter().copied().filter(lacks).collect::<Vec<_>>();
     let (of_network, more) = (missing(&NETWORK), missing(&MORE));
     let unlisted = builtin.is_empty() && available.is_empty();
+    let install = Family::of(root).install_modules();
     match (of_network.is_empty(), more.is_empty()) {
         (true, true) => {
             let all = [&NETWORK[..], &MORE].concat().join(", ");
@@ -76,21 +106,22 @@ pub(super) fn modules(root: &Path) -> Finding {
                 of_network.join(", ")
             ),
             format!(
-                "try `modprobe -a {}`; if that fails, install a kernel with these modules; pods with a network need \
-                 them",
+                "try `modprobe -a {}`; if that fails: {install}; pods with a network need these modules",
                 of_network.join(" ")
             ),
         ),
         (false, _) => Finding::fail(
             "modules",
             format!("the kernel has no {}", of_network.join(", ")),
-            "install the package with all modules of this kernel; pods with a network need these",
+            format!("{install}; pods with a network need these modules"),
         ),
         (true, false) => Finding::warn(
             "modules",
             format!("the kernel has no {}", more.join(", ")),
-            "install the package with all modules of this kernel; nf_tables, nft_chain_nat and nft_redir are for \
-             port-forward, cls_flower and act_ct for names of other servers that docker's name server is asked",
+            format!(
+                "{install}; nf_tables, nft_chain_nat and nft_redir are for port-forward, cls_flower and act_ct for \
+                 names of other servers that docker's name server is asked"
+            ),
         ),
     }
 }
@@ -167,7 +198,10 @@ pub(super) fn apparmor(root: &Path) -> Finding {
         (true, false) => Finding::fail(
             "AppArmor",
             "enabled, but the kernel does not give back the policy of profiles",
-            "add apparmor.export_binary=1 to the kernel command line; containers with a profile do not start",
+            format!(
+                "{}; containers with a profile do not start",
+                Family::of(root).add_kernel_parameter("apparmor.export_binary=1")
+            ),
         ),
         (true, true) => Finding::ok("AppArmor", "enabled, and the guests get the profiles of containers"),
     }
@@ -229,6 +263,42 @@ mod tests {
         assert_eq!(processor("hypervisor svm").1, "has SVM (AMD-V); this host is itself a VM");
         assert_eq!(processor("hypervisor").0, Status::Fail);
         assert_eq!(super::processor(root(&[]).path()).status, Status::Fail);
+    }
+
+    #[test]
+    fn a_kernel_on_which_no_vm_starts_is_a_failure() {
+        let release = |text: &str| release(root(&[("proc/sys/kernel/osrelease", text)]).path());
+        for new in ["5.12.0\n", "5.14.0-570.el9.x86_64\n", "6.12.118+deb13-amd64\n", "10.0\n"] {
+            assert_eq!(release(new), Finding::ok("kernel", format!("Linux {}", new.trim())));
+        }
+        for old in ["5.11.22", "5.10.0-35-amd64", "4.18.0-553.el8", "3.10.0"] {
+            let finding = release(old);
+            let found = format!("Linux {old}: the VMM needs Linux 5.12 or later, for mount_setattr(2)");
+            assert_eq!((finding.status, finding.found), (Status::Fail, found));
+            assert!(finding.remedy.unwrap().starts_with("boot a newer kernel"));
+        }
+        assert_eq!(release("unknown").status, Status::Warn);
+        assert_eq!(super::release(root(&[]).path()).status, Status::Warn);
+    }
+
+    #[test]
+    fn a_remedy_is_one_of_the_distribution() {
+        let release = ("proc/sys/kernel/osrelease", "6.12.1\n");
+        let dep = ("lib/modules/6.12.1/modules.dep", "kernel/x.ko:\n");
+        let enabled = ("sys/module/apparmor/parameters/enabled", "Y\n");
+        let profiles = ("sys/kernel/security/apparmor/policy/profiles/a/name", "a\n");
+        for (system, install, update) in [
+            ("ID=ubuntu\nID_LIKE=debian\n", "linux-modules-extra-$(uname -r)", "update-grub"),
+            ("ID=fedora\n", "dnf install kernel-modules", "grubby"),
+            ("ID=sles\n", "zypper install kernel-default", "grub2-mkconfig"),
+            ("ID=arch\n", "pacman -S linux", "grub-mkconfig"),
+            ("ID=alpine\n", "install the package with all modules", "kernel command line"),
+        ] {
+            let dir = root(&[("etc/os-release", system), release, dep, enabled, profiles]);
+            let (modules, apparmor) =
+                (modules(dir.path()).remedy.unwrap(), apparmor(dir.path()).remedy.unwrap());
+            assert!(modules.contains(install) && apparmor.contains(update), "{modules}, {apparmor}");
+        }
     }
 
     #[test]

@@ -1,7 +1,9 @@
 //! `bulkhead check`: whether this host can run pods.
 
 mod cni;
+mod distribution;
 mod finding;
+mod http2;
 mod kernel;
 mod node;
 mod resources;
@@ -18,6 +20,7 @@ pub(crate) use cni::disabled;
 pub(crate) use finding::{Finding, Status};
 
 use crate::{
+    check::distribution::Family,
     config_file::ConfigFile,
     containerd::{self, Containerd},
     output,
@@ -51,6 +54,7 @@ fn check_with(
 ) -> Vec<Finding> {
     let root = Path::new("/");
     let mut findings = vec![
+        kernel::release(root),
         kernel::processor(root),
         kernel::kvm(root),
         kernel::modules(root),
@@ -62,7 +66,8 @@ fn check_with(
     let configuration = is_there.then(configuration);
     let labels = matches!(&configuration, Some(Ok(configuration)) if containerd::labels(configuration));
     findings.extend(kernel::selinux(root, labels));
-    findings.push(node::version(version, containerd.generator()));
+    let family = Family::of(root);
+    findings.push(node::version(version, containerd.generator(), family));
     if let Some(configuration) = configuration {
         let cni = configuration.as_ref().ok().map(|it| cni::cni(root, it, containerd.generator()));
         findings.extend([node::socket(root, containerd), node::handler(configuration)]);
@@ -75,7 +80,7 @@ fn check_with(
     let config = config.unwrap_or_default();
     findings.push(resources::memory(root, &config));
     findings.push(resources::run(Path::new("/run"), &config));
-    findings.push(node::pasta(pasta()));
+    findings.push(node::pasta(pasta(), family));
     findings
 }
 
@@ -158,7 +163,7 @@ mod tests {
         // Nothing is asked of a containerd that is not there.
         let sometimes = ["SELinux", "not root"];
         let always = findings.iter().filter(|finding| !sometimes.contains(&finding.check.as_str())).count();
-        assert!([12, 15].contains(&always), "{findings:#?}");
+        assert!([13, 16].contains(&always), "{findings:#?}");
         assert!(findings.iter().all(|it| it.status == Status::Ok || it.remedy.is_some()), "{findings:#?}");
     }
 }

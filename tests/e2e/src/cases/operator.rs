@@ -65,7 +65,7 @@ fn pod(id: &str) -> Result<Option<Value>> {
 
 fn check(_: &Host) -> Result<()> {
     let findings = list(&["check", "--json"])?;
-    ensure!(findings.len() == 15, "expected  15 findings\ncame      {findings:#?}");
+    ensure!(findings.len() == 16, "expected  16 findings\ncame      {findings:#?}");
     let bad: Vec<_> = findings.iter().filter(|finding| finding["status"] == "fail").collect();
     ensure!(bad.is_empty(), "expected  nothing that keeps pods from running\ncame      {bad:#?}");
     let kvm = findings.iter().find(|finding| finding["check"] == "KVM").context("KVM is not checked")?;
@@ -427,11 +427,21 @@ mod tests {
 
     /// What the page quotes beside the first column of its table, and the test that provokes it: the file and a part
     /// of the test that makes the text or compares it.
-    const QUOTED: [(&str, &str, &str); 12] = [
+    const QUOTED: [(&str, &str, &str); 14] = [
         (
             "no runtime for \"bulkhead\" is configured",
             "tests/e2e/src/cases/operator.rs",
             "fn missing_handler",
+        ),
+        (
+            "the VMM needs Linux 5.12 or later",
+            "cli/src/check/kernel.rs",
+            "fn a_kernel_on_which_no_vm_starts_is_a_failure",
+        ),
+        (
+            "it was cut off",
+            "host-shim/src/types/boot_files.rs",
+            "fn an_initramfs_that_was_cut_off_or_whose_end_was_lost_is_damaged",
         ),
         (
             "there is no template, so the VM boots",
