@@ -52,6 +52,8 @@ pub(crate) enum CommandError {
     NotStarted { pod: String, reason: String },
     #[error("cannot read how the containers of the pod {pod} started: {reason}")]
     ContainerStarts { pod: String, reason: String },
+    #[error("the trace of the pod {pod} is not complete: {missing}")]
+    Incomplete { pod: String, missing: String },
     #[error("{path}: cannot wait for changes")]
     Wait { path: PathBuf, source: io::Error },
     #[error(
