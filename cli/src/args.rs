@@ -53,7 +53,7 @@ pub(crate) enum Command {
     /// CPU is the processor time of the VMM, in per cent of one processor. OOM KILLS are the processes that were killed
     /// because memory was short, by the guest's kernel in a container or by the host's. EXITS/s needs debugfs on the
     /// host. FILES/s are the requests of the guest for files. A pod that is not up does not answer, or its shim has
-    /// died.
+    /// died. - is not known, as UP of a pod that starts.
     Top {
         /// The seconds between two listings. What is shown was used in this time.
         #[arg(long, value_name = "SECONDS", default_value = "2", value_parser = clap::value_parser!(u16).range(1..=3600))]

@@ -50,11 +50,6 @@ fn of_with(sample: &Sample, name: &'static str, value: &str) -> Labels {
     labels
 }
 
-/// Whether the pod has a shim that lives, and was never up: its VMM does not answer yet.
-fn is_starting(sample: &Sample) -> bool {
-    sample.pod.state == PodState::Running && sample.start.is_none() && !sample.is_up
-}
-
 /// One number of each pod. None: it is not known, and there is no value.
 struct Each {
     name: &'static str,
@@ -66,9 +61,10 @@ struct Each {
 const EACH: [Each; 24] = [
     Each {
         name: "bulkhead_pod_up",
-        help: "Whether the shim of the pod lives and its VMM answers. A pod that starts has no value.",
+        help: "Whether the shim of the pod lives and its VMM answers. If that is not known, as while the pod starts, \
+               there is no value.",
         kind: Kind::Gauge,
-        number: |sample| (!is_starting(sample)).then_some(sample.is_up.into()),
+        number: |sample| sample.is_up.map(u64::from),
     },
     Each {
         name: "bulkhead_pod_problems",
