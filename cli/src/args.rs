@@ -189,8 +189,10 @@ pub(crate) enum Command {
     Config(ConfigCommand),
     /// Writes an archive for a support request: versions, configuration, checks, kernel messages, states of pods.
     ///
-    /// It contains no environment and no arguments of containers, no spec, and no file of a container. Of containerd's
-    /// configuration it contains only the names of all handlers and of their runtimes.
+    /// It contains no environment and no arguments of the processes of containers, also of those that exec adds, no
+    /// spec, and no file of a container. Of containerd's configuration it contains only the names of all handlers and
+    /// of their runtimes. A line `missing` says what could not be found out, as when a program of the host hangs: each
+    /// has 20 s.
     Collect {
         /// The tar archive that is written. It must not exist yet.
         #[arg(long, short, value_name = "FILE", default_value = "bulkhead-support.tar")]

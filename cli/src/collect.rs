@@ -23,7 +23,7 @@ use crate::{
     check, command_output,
     config_file::ConfigFile,
     containerd::{Containerd, handlers},
-    containerd_log::is_for_support,
+    containerd_log::{is_for_support, without_words_of_specs},
     error::CommandError,
     output,
     progress::{Count, during},
@@ -64,13 +64,16 @@ pub(crate) fn collect(
 ) -> Result<(), CommandError> {
     let write = |source| CommandError::not_written(path, source);
     let target = Target::create(path, OFlags::TMPFILE).map_err(write)?;
-    let mut archive = Archive { builder: Builder::new(&target.file), time: now() };
+    let mut archive = Archive::new(&target.file, now());
     let root = Path::new(STATE_ROOT);
     let filled = during("collecting", false, |count| fill(&mut archive, (config, containerd), root, count))
         .and_then(|()| archive.builder.into_inner().map(drop));
     let size = target.end(filled).map_err(write)?;
-    writeln!(out, "wrote {} ({}): read it before you send it", path.display(), output::mib(size))
-        .map_err(CommandError::Output)
+    let mut say = || {
+        archive.missing.iter().try_for_each(|missing| writeln!(out, "missing: {missing}"))?;
+        writeln!(out, "wrote {} ({}): read it before you send it", path.display(), output::mib(size))
+    };
+    say().map_err(CommandError::Output)
 }
 
 /// The file of the archive. It has no name before it is complete: if this command is ended meanwhile, nothing is left
@@ -133,29 +136,20 @@ fn fill<W: Write>(
     let mut checks = Vec::new();
     check::print(&mut checks, &check::check(config, containerd), false)?;
     archive.add("check.txt", &String::from_utf8_lossy(&checks))?;
-    match config.load() {
-        Ok(config) => archive.add_json("config.json", &config.settings())?,
-        Err(error) => archive.add("config.json", &chain(&error))?,
-    }
+    let settings = config.load().map(|config| config.settings());
+    archive.add_json_if_known("config.json", settings.map_err(|error| chain(&error)))?;
     count.set_detail("handlers of containerd");
-    archive.add("containerd-handlers.json", &all_handlers(containerd))?;
+    // The rest of containerd's configuration may have the passwords of registries.
+    let all_handlers = containerd.configuration().map(|table| handlers(&table));
+    archive.add_json_if_known("containerd-handlers.json", all_handlers.map_err(|error| chain(&error)))?;
     count.set_detail("pods and templates");
-    match pods(root) {
-        Ok(pods) => archive.add_json("pods.json", &pods)?,
-        Err(error) => archive.add("pods.json", &error.to_string())?,
-    }
-    match templates(root) {
-        Ok(templates) => archive.add_json("templates.json", &templates)?,
-        Err(error) => archive.add("templates.json", &error.to_string())?,
-    }
-    match garbage(root) {
-        Ok(garbage) => archive.add_json("garbage.json", &garbage)?,
-        Err(error) => archive.add("garbage.json", &error.to_string())?,
-    }
+    archive.add_json_if_known("pods.json", pods(root).map_err(|error| chain(&error)))?;
+    archive.add_json_if_known("templates.json", templates(root).map_err(|error| chain(&error)))?;
+    archive.add_json_if_known("garbage.json", garbage(root).map_err(|error| chain(&error)))?;
     count.set_detail("messages of the kernel");
-    archive.add("kernel.txt", &kernel_messages())?;
+    archive.add_if_known("kernel.txt", kernel_messages())?;
     count.set_detail("messages of the shims");
-    archive.add("containerd.txt", &shim_messages(containerd))?;
+    archive.add_if_known("containerd.txt", shim_messages(containerd))?;
     count.set_detail("state of the pods");
     let mut listing = String::new();
     state(archive, root, root, &mut listing)?;
@@ -166,19 +160,35 @@ fn fill<W: Write>(
 struct Archive<W: Write> {
     builder: Builder<W>,
     time: u64,
+    /// What could not be found out, one line each.
+    missing: Vec<String>,
 }
 
 impl<W: Write> Archive<W> {
+    fn new(to: W, time: u64) -> Self {
+        Self { builder: Builder::new(to), time, missing: Vec::new() }
+    }
+
+    /// Adds a text, or why there is none.
+    fn add_if_known(&mut self, name: &str, text: Result<String, String>) -> io::Result<()> {
+        let text = text.unwrap_or_else(|reason| {
+            self.missing.push(one_line(&format!("{name}: {reason}")));
+            format!("{reason}\n")
+        });
+        self.add(name, &text)
+    }
+
+    fn add_json_if_known(&mut self, name: &str, value: Result<impl Serialize, String>) -> io::Result<()> {
+        let text = value.map(|value| serde_json::to_string_pretty(&value)).map(Result::unwrap_or_default);
+        self.add_if_known(name, text)
+    }
+
     fn add(&mut self, name: &str, text: &str) -> io::Result<()> {
         let mut header = Header::new_gnu();
         header.set_size(text.len() as u64);
         header.set_mode(0o600);
         header.set_mtime(self.time);
         self.builder.append_data(&mut header, format!("{NAME}/{name}"), text.as_bytes())
-    }
-
-    fn add_json(&mut self, name: &str, value: &impl Serialize) -> io::Result<()> {
-        self.add(name, &serde_json::to_string_pretty(value)?)
     }
 }
 
@@ -201,31 +211,26 @@ fn versions(config: &ConfigFile, containerd: &Containerd) -> String {
     )
 }
 
-/// Only the runtimes. The rest of containerd's configuration may have the passwords of registries.
-fn all_handlers(containerd: &Containerd) -> String {
-    match containerd.configuration() {
-        Ok(table) => serde_json::to_string_pretty(&handlers(&table)).unwrap_or_default(),
-        Err(error) => error.to_string(),
-    }
+fn kernel_messages() -> Result<String, String> {
+    let text = command_output::output("dmesg", &[]).map_err(|error| chain(&error))?;
+    Ok(last_lines(&text, is_of_kernel))
 }
 
-fn kernel_messages() -> String {
-    match command_output::output("dmesg", &[]) {
-        Ok(text) => last_lines(&text, |line| {
-            let line = line.to_lowercase();
-            KERNEL_WORDS.iter().any(|word| line.contains(word))
-        }),
-        Err(error) => error.to_string(),
-    }
+/// Whether a message of the kernel is taken. Without a daemon for audit, the kernel's messages have its records too: those
+/// of programs that were executed have their arguments. So of these only the system calls are taken that a filter has
+/// refused.
+fn is_of_kernel(line: &str) -> bool {
+    let line = line.to_lowercase();
+    let is_record = line.contains("type=") && line.contains("audit");
+    (!is_record || line.contains("type=1326")) && KERNEL_WORDS.iter().any(|word| line.contains(word))
 }
 
 /// The shims' lines in containerd's log, and containerd's own about the runtime.
-fn shim_messages(containerd: &Containerd) -> String {
+fn shim_messages(containerd: &Containerd) -> Result<String, String> {
     let log = containerd.log(Path::new("/"));
-    match log.last_lines(MOST_LOOKED_AT, MOST_LINES, is_for_support) {
-        Ok(lines) => lines.iter().map(|line| format!("{}\n", one_line(line))).collect(),
-        Err(error) => format!("cannot read {log}: {error}"),
-    }
+    let lines = log.last_lines(MOST_LOOKED_AT, MOST_LINES, is_for_support);
+    let lines = lines.map_err(|error| format!("cannot read {log}: {}", chain(&error)))?;
+    Ok(lines.iter().map(|line| format!("{}\n", one_line(&without_words_of_specs(line)))).collect())
 }
 
 fn last_lines(text: &str, is_wanted: impl Fn(&str) -> bool) -> String {
@@ -284,7 +289,7 @@ mod tests {
     use super::*;
 
     fn collected(root: &Path) -> BTreeMap<String, String> {
-        let mut archive = Archive { builder: Builder::new(Vec::new()), time: 0 };
+        let mut archive = Archive::new(Vec::new(), 0);
         let of = (&ConfigFile { config: None }, &Containerd::of("/etc/containerd/config.toml".into()));
         fill(&mut archive, of, root, &Count::default()).unwrap();
         let bytes = archive.builder.into_inner().unwrap();
@@ -362,6 +367,23 @@ mod tests {
         fs::write(&path, "mine").unwrap();
         assert_eq!(target.end(Ok(())).unwrap_err().kind(), io::ErrorKind::AlreadyExists);
         assert_eq!(fs::read_to_string(&path).unwrap(), "mine");
+    }
+
+    #[test]
+    fn records_of_programs_are_no_messages_of_the_kernel() {
+        for taken in
+            ["kvm: guest NMI", "audit: type=1326 audit(1:2): comm=\"vcpu0\" sig=31", "Out of memory: Killed"]
+        {
+            assert!(is_of_kernel(taken), "{taken}");
+        }
+        for private in [
+            "audit: type=1309 audit(1:2): argc=4 a0=\"bulkhead\" a1=\"exec\" a2=\"pod\" a3=\"secret\"",
+            "audit: type=1327 audit(1:2): proctitle=62756C6B68656164",
+            "audit: type=1123 audit(1:2): cmd=\"bulkhead exec secret\"",
+            "usb 1-1: new device",
+        ] {
+            assert!(!is_of_kernel(private), "{private}");
+        }
     }
 
     #[test]

@@ -213,6 +213,9 @@ fn drop_in_unknown_key(host: &Host) -> Result<()> {
 fn collect(host: &Host) -> Result<()> {
     let container = host.container().flags(["--env", "PASSWORD=bulkhead-e2e-secret"]);
     let task = container.detach(&["sleep", "1000"])?;
+    task.exec(&["sh", "-c", "test bulkhead-e2e-secret"])?.succeeds()?;
+    // A whole command line as the name of a program, which the errors quote.
+    task.exec(&["app --password=bulkhead-e2e-secret"])?.fails_with("executable file not found in $PATH")?;
     let directory = scratch()?;
     let archive = directory.path().join("support.tar").display().to_string();
     bulkhead(&["collect", "--output", &archive])?.succeeds()?;
@@ -221,8 +224,8 @@ fn collect(host: &Host) -> Result<()> {
     ensure!(names.contains(&journal), "expected  the journal of the pod\ncame      {names}");
     let bytes = fs::read(&archive)?;
     let secret = crate::command::contains(&bytes, "bulkhead-e2e-secret");
-    ensure!(!secret, "expected  no environment of a container\ncame      it is in the archive");
-    for word in ["containerd ", "pod{namespace="] {
+    ensure!(!secret, "expected  no environment and no argument\ncame      one is in the archive");
+    for word in ["containerd ", "pod{namespace=", "[left out] executable file not found in $PATH"] {
         let has = crate::command::contains(&bytes, word);
         ensure!(has, "expected  {word:?} in the archive\ncame      none");
     }
