@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use bulkhead_host_shim::operator::version_and_commit;
 use clap::{Args, Parser, Subcommand};
 use clap_complete::Shell;
 
@@ -19,7 +20,7 @@ use crate::{
 /// Exit status: 0 if all went well, 1 if something failed or a check has failed, 2 if the command line is wrong.
 /// `bulkhead run` and `bulkhead exec` have a status of their own.
 #[derive(Debug, Parser)]
-#[command(name = "bulkhead", version)]
+#[command(name = "bulkhead", version = version_and_commit())]
 pub(crate) struct Arguments {
     #[command(subcommand)]
     pub(crate) command: Command,

@@ -11,7 +11,9 @@ use std::{
     time::SystemTime,
 };
 
-use bulkhead_host_shim::operator::{STATE_ROOT, VERSION, chain, garbage, one_line, pods, templates};
+use bulkhead_host_shim::operator::{
+    STATE_ROOT, chain, garbage, one_line, pods, templates, version_and_commit,
+};
 use rustix::{
     fs::{AtFlags, CWD, Mode, OFlags, linkat, open},
     io::Errno,
@@ -204,7 +206,8 @@ fn versions(config: &ConfigFile, containerd: &Containerd) -> String {
     let system = fs::read_to_string("/etc/os-release").unwrap_or_default();
     let system = system.lines().find_map(|line| line.strip_prefix("PRETTY_NAME=")).unwrap_or("unknown");
     format!(
-        "bulkhead {VERSION}\n{}containerd {}\nkernel {}\nsystem {system}\n",
+        "bulkhead {}\n{}containerd {}\nkernel {}\nsystem {system}\n",
+        version_and_commit(),
         shown(command_output::output(&vmm.to_string_lossy(), &["--version"])),
         shown(containerd.version()),
         kernel.join(" "),
@@ -216,9 +219,9 @@ fn kernel_messages() -> Result<String, String> {
     Ok(last_lines(&text, is_of_kernel))
 }
 
-/// Whether a message of the kernel is taken. Without a daemon for audit, the kernel's messages have its records too: those
-/// of programs that were executed have their arguments. So of these only the system calls are taken that a filter has
-/// refused.
+/// Whether a message of the kernel is taken. Without a daemon for audit, the kernel's messages have its records too:
+/// those of programs that were executed have their arguments. So of these only the system calls are taken that a filter
+/// has refused.
 fn is_of_kernel(line: &str) -> bool {
     let line = line.to_lowercase();
     let is_record = line.contains("type=") && line.contains("audit");
@@ -286,6 +289,8 @@ fn state<W: Write>(
 mod tests {
     use std::collections::BTreeMap;
 
+    use bulkhead_host_shim::operator::{COMMIT, VERSION};
+
     use super::*;
 
     fn collected(root: &Path) -> BTreeMap<String, String> {
@@ -322,7 +327,7 @@ mod tests {
                 && files.contains_key("state/c/ns/pod/containers/one")
         );
         assert!(files["pods.json"].contains("\"unknown\"") && files["check.txt"].contains("KVM"));
-        assert!(files["versions.txt"].starts_with(&format!("bulkhead {VERSION}\n")));
+        assert!(files["versions.txt"].starts_with(&format!("bulkhead {VERSION} (commit {COMMIT})\n")));
         assert!(files["config.json"].contains("memory_mib"));
         for (name, text) in &files {
             assert!(!text.contains("PASSWORD") && !text.contains("share/one"), "{name}: {text}");

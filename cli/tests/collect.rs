@@ -1,4 +1,4 @@
-//! `bulkhead collect` on a bad day: it is ended before its archive is complete, programs of the host hang, and logs have
+//! `bulkhead collect` on a bad day: it is ended before its archive is complete, programs of the host hang, or logs have
 //! secrets.
 
 #![allow(clippy::unwrap_used)]

@@ -6,7 +6,7 @@ use std::{
     fmt::{Display, Write},
 };
 
-use bulkhead_host_shim::operator::{Node, PodState, Pressure, Sample, TemplateState, VERSION};
+use bulkhead_host_shim::operator::{COMMIT, Node, PodState, Pressure, Sample, TemplateState, VERSION};
 
 /// What a client is told that the text is.
 pub(super) const CONTENT_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
@@ -211,8 +211,12 @@ const EACH: [Each; 24] = [
 
 impl Exposition {
     fn node(&mut self, node: &Node) {
-        let version = vec![("version", VERSION.to_owned())];
-        self.gauge("bulkhead_build_info", "The version of Bulkhead.", [(version, 1)]);
+        let build = vec![("version", VERSION.to_owned()), ("commit", COMMIT.to_owned())];
+        self.gauge(
+            "bulkhead_build_info",
+            "The version of Bulkhead, and the commit of its source.",
+            [(build, 1)],
+        );
         let states = [
             (PodState::Running, "running"),
             (PodState::Crashed, "crashed"),

@@ -178,6 +178,7 @@ fn numbers_have_base_units_and_the_labels_of_their_pod() {
         r#"bulkhead_pods{state="running"} 1"#.to_owned(),
         r#"bulkhead_templates{state="complete"} 0"#.to_owned(),
         "bulkhead_pods_left_out 0".to_owned(),
+        format!(r#"bulkhead_build_info{{version="{VERSION}",commit="{COMMIT}"}} 1"#),
         r#"bulkhead_failures_total{cause="no_kvm"} 0"#.to_owned(),
         r#"bulkhead_failures_total{cause="network"} 3"#.to_owned(),
     ] {
