@@ -8,7 +8,7 @@ use std::{
         unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt},
     },
     path::Path,
-    time::SystemTime,
+    time::{Duration, SystemTime},
 };
 
 use bulkhead_host_shim::operator::{
@@ -133,21 +133,24 @@ fn fill<W: Write>(
     count: &Count,
 ) -> io::Result<()> {
     count.set_detail("versions");
-    archive.add("versions.txt", &versions(config, containerd))?;
+    let (of, by) = (config.clone(), containerd.clone());
+    archive.add_if_known("versions.txt", within(PROGRAMS, move || Ok(versions(&of, &by))))?;
     count.set_detail("checks");
-    let mut checks = Vec::new();
-    check::print(&mut checks, &check::check(config, containerd), false)?;
-    archive.add("check.txt", &String::from_utf8_lossy(&checks))?;
-    let settings = config.load().map(|config| config.settings());
-    archive.add_json_if_known("config.json", settings.map_err(|error| chain(&error)))?;
+    let (of, by) = (config.clone(), containerd.clone());
+    archive.add_if_known("check.txt", within(PROGRAMS, move || checks(&of, &by)))?;
+    let of = config.clone();
+    let settings =
+        within(FILES, move || of.load().map(|config| config.settings()).map_err(|error| chain(&error)));
+    archive.add_json_if_known("config.json", settings)?;
     count.set_detail("handlers of containerd");
     // The rest of containerd's configuration may have the passwords of registries.
     let all_handlers = containerd.configuration().map(|table| handlers(&table));
     archive.add_json_if_known("containerd-handlers.json", all_handlers.map_err(|error| chain(&error)))?;
     count.set_detail("pods and templates");
-    archive.add_json_if_known("pods.json", pods(root).map_err(|error| chain(&error)))?;
-    archive.add_json_if_known("templates.json", templates(root).map_err(|error| chain(&error)))?;
-    archive.add_json_if_known("garbage.json", garbage(root).map_err(|error| chain(&error)))?;
+    archive.add_json_if_known("pods.json", of_files(root, pods))?;
+    // Whether a template is outdated is seen by the parts that it was made of.
+    archive.add_json_if_known("templates.json", of_files(root, templates))?;
+    archive.add_json_if_known("garbage.json", of_files(root, garbage))?;
     count.set_detail("messages of the kernel");
     archive.add_if_known("kernel.txt", kernel_messages())?;
     count.set_detail("messages of the shims");
@@ -156,6 +159,36 @@ fn fill<W: Write>(
     let mut listing = String::new();
     state(archive, root, root, &mut listing)?;
     archive.add("state.txt", &listing)
+}
+
+/// How long files may take, and a part for which several programs are asked, each of which has a limit itself.
+const FILES: Duration = Duration::from_secs(if cfg!(test) { 2 } else { 20 });
+const PROGRAMS: Duration = Duration::from_secs(240);
+
+/// The result of a part, or why there is none. A disk or a file server that hangs costs the archive that part only.
+fn within<T: Send + 'static>(
+    limit: Duration,
+    work: impl FnOnce() -> Result<T, String> + Send + 'static,
+) -> Result<T, String> {
+    match command_output::within(limit, work) {
+        Ok(done) => done.unwrap_or_else(|| Err(format!("it has not come within {limit:?}: a disk may hang"))),
+        Err(error) => Err(chain(&error)),
+    }
+}
+
+/// [`within`] for what the files below `root` say, and those that they name.
+fn of_files<T: Send + 'static>(
+    root: &Path,
+    look: impl FnOnce(&Path) -> io::Result<T> + Send + 'static,
+) -> Result<T, String> {
+    let root = root.to_owned();
+    within(FILES, move || look(&root).map_err(|error| chain(&error)))
+}
+
+fn checks(config: &ConfigFile, containerd: &Containerd) -> Result<String, String> {
+    let mut text = Vec::new();
+    check::print(&mut text, &check::check(config, containerd), false).map_err(|error| chain(&error))?;
+    Ok(String::from_utf8_lossy(&text).into_owned())
 }
 
 /// An archive of texts.
@@ -206,9 +239,9 @@ fn versions(config: &ConfigFile, containerd: &Containerd) -> String {
     let system = fs::read_to_string("/etc/os-release").unwrap_or_default();
     let system = system.lines().find_map(|line| line.strip_prefix("PRETTY_NAME=")).unwrap_or("unknown");
     format!(
-        "bulkhead {}\n{}containerd {}\nkernel {}\nsystem {system}\n",
+        "bulkhead {}\nVMM {}\ncontainerd {}\nkernel {}\nsystem {system}\n",
         version_and_commit(),
-        shown(command_output::output(&vmm.to_string_lossy(), &["--version"])),
+        shown(command_output::output(&vmm.to_string_lossy(), &["--version"])).trim_end(),
         shown(containerd.version()),
         kernel.join(" "),
     )
@@ -233,6 +266,11 @@ fn shim_messages(containerd: &Containerd) -> Result<String, String> {
     let log = containerd.log(Path::new("/"));
     let lines = log.last_lines(MOST_LOOKED_AT, MOST_LINES, is_for_support);
     let lines = lines.map_err(|error| format!("cannot read {log}: {}", chain(&error)))?;
+    // A user who is not root sees no lines of others, and docker may have a containerd of its own.
+    if lines.is_empty() {
+        let why = "containerd may have another one, no pod may have run, or this was not run as root";
+        return Err(format!("{} has no line of a shim; {why}", log.looked_at(MOST_LOOKED_AT)));
+    }
     Ok(lines.iter().map(|line| format!("{}\n", one_line(&without_words_of_specs(line)))).collect())
 }
 
@@ -290,6 +328,7 @@ mod tests {
     use std::collections::BTreeMap;
 
     use bulkhead_host_shim::operator::{COMMIT, VERSION};
+    use rustix::fs::{FileType, mknodat};
 
     use super::*;
 
@@ -332,6 +371,19 @@ mod tests {
         for (name, text) in &files {
             assert!(!text.contains("PASSWORD") && !text.contains("share/one"), "{name}: {text}");
         }
+    }
+
+    #[test]
+    fn a_disk_that_hangs_costs_the_archive_what_is_on_it_only() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("config.toml");
+        // Whoever opens it waits for somebody who writes.
+        mknodat(CWD, &path, FileType::Fifo, Mode::RUSR, 0).unwrap();
+        let late = || within(FILES, move || fs::read_to_string(path).map_err(|error| chain(&error)));
+        let mut archive = Archive::new(Vec::new(), 0);
+        archive.add_if_known("config.json", late()).unwrap();
+        archive.add_if_known("pods.json", Ok("[]".into())).unwrap();
+        assert_eq!(archive.missing, ["config.json: it has not come within 2s: a disk may hang"]);
     }
 
     #[test]

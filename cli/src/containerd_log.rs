@@ -91,6 +91,16 @@ impl Log {
     }
 }
 
+impl Log {
+    /// The part of it that [`Log::last_lines`] looks through.
+    pub(crate) fn looked_at(&self, lines: u32) -> String {
+        match self {
+            Self::Journal(_) => format!("the end of {self}, {lines} lines,"),
+            Self::File(_) => format!("the end of {self}, {} MiB,", END >> 20),
+        }
+    }
+}
+
 impl fmt::Display for Log {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -316,7 +326,9 @@ mod tests {
         fs::write(path, format!("{}\nlast\n", "a".repeat(END as usize))).unwrap();
         assert_eq!(log.last_lines(1, 9, |_| true).unwrap(), ["last"]);
         assert_eq!(log.to_string(), path.display().to_string());
+        assert_eq!(log.looked_at(9), format!("the end of {}, 16 MiB,", path.display()));
         let journal = Log::Journal(vec!["k3s".into(), "k3s-agent".into()]);
+        assert_eq!(journal.looked_at(9), "the end of the log of the unit k3s or k3s-agent, 9 lines,");
         assert_eq!(journal.to_string(), "the log of the unit k3s or k3s-agent");
     }
 }

@@ -88,6 +88,14 @@ pub(super) fn modules(root: &Path) -> Finding {
     let list = |name: &str| fs::read_to_string(directory.join(name)).unwrap_or_default();
     let (builtin, available) = (list("modules.builtin"), list("modules.dep"));
     let is_loaded = |name: &str| root.join("sys/module").join(name).exists();
+    let disabled = fs::read_to_string(root.join("proc/sys/kernel/modules_disabled"));
+    if disabled.is_ok_and(|text| text.trim() == "1") {
+        let lacks = |name: &&&str| !is_loaded(name) && !is_listed(&builtin, name);
+        return not_loadable(
+            &NETWORK.iter().filter(lacks).copied().collect::<Vec<_>>(),
+            &MORE.iter().filter(lacks).copied().collect::<Vec<_>>(),
+        );
+    }
     let lacks = |name: &&str| !is_loaded(name) && !is_listed(&builtin, name) && !is_listed(&available, name);
     let missing = |names: &[&'static str]| names.iter().copied().filter(lacks).collect::<Vec<_>>();
     let (of_network, more) = (missing(&NETWORK), missing(&MORE));
@@ -124,6 +132,21 @@ pub(super) fn modules(root: &Path) -> Finding {
             ),
         ),
     }
+}
+
+/// What is wrong on a host that loads no more modules, and lacks these.
+fn not_loadable(of_network: &[&str], more: &[&str]) -> Finding {
+    let all = [of_network, more].concat();
+    if all.is_empty() {
+        return Finding::ok("modules", "all are loaded or built in, and no others can be loaded");
+    }
+    Finding::bad(
+        of_network.is_empty(),
+        "modules",
+        format!("not loaded, and kernel.modules_disabled=1 lets nobody load them: {}", all.join(", ")),
+        "load them at boot before kernel.modules_disabled is set (modules-load.d(5)), and boot again; pods with a \
+         network, port-forward or docker's name server need them",
+    )
 }
 
 /// Whether a list of paths has the module: `kernel/drivers/net/tun.ko.xz:` is tun.
@@ -320,6 +343,33 @@ mod tests {
         let missing = modules(root(&[release, builtin, dep]).path());
         assert_eq!((missing.status, missing.found.as_str()), (Status::Fail, "the kernel has no tun"));
         assert_eq!(modules(root(&[release, loaded]).path()).status, Status::Warn);
+    }
+
+    #[test]
+    fn a_module_that_may_not_be_loaded_any_more_is_missing() {
+        let dep: String =
+            [&NETWORK[..], &MORE].concat().iter().map(|name| format!("kernel/{name}.ko:\n")).collect();
+        let release = ("proc/sys/kernel/osrelease", "6.12.1\n");
+        let builtin = ("lib/modules/6.12.1/modules.builtin", "kernel/net/sched/cls_u32.ko\n");
+        let dep = ("lib/modules/6.12.1/modules.dep", dep.as_str());
+        let disabled = ("proc/sys/kernel/modules_disabled", "1\n");
+        assert_eq!(modules(root(&[release, builtin, dep, (disabled.0, "0\n")]).path()).status, Status::Ok);
+        let missing = modules(root(&[release, builtin, dep, disabled]).path());
+        assert!(
+            missing.status == Status::Fail && missing.found.contains("tun, sch_ingress, act_mirred"),
+            "{missing:?}"
+        );
+        let loaded = NETWORK.map(|name| format!("sys/module/{name}/refcnt"));
+        let mut files: Vec<_> = loaded.iter().map(|file| (file.as_str(), "")).collect();
+        files.extend([release, builtin, dep, disabled]);
+        let part = modules(root(&files).path());
+        assert!(
+            part.status == Status::Warn
+                && part.found.ends_with(": nf_tables, nft_chain_nat, nft_redir, cls_flower, act_ct")
+        );
+        let more = MORE.map(|name| format!("sys/module/{name}/refcnt"));
+        files.extend(more.iter().map(|file| (file.as_str(), "")));
+        assert_eq!(modules(root(&files).path()).status, Status::Ok);
     }
 
     #[test]
