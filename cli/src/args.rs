@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use bulkhead_host_shim::operator::version_and_commit;
 use clap::{Args, Parser, Subcommand};
 use clap_complete::Shell;
 
@@ -19,7 +20,7 @@ use crate::{
 /// Exit status: 0 if all went well, 1 if something failed or a check has failed, 2 if the command line is wrong.
 /// `bulkhead run` and `bulkhead exec` have a status of their own.
 #[derive(Debug, Parser)]
-#[command(name = "bulkhead", version)]
+#[command(name = "bulkhead", version = version_and_commit())]
 pub(crate) struct Arguments {
     #[command(subcommand)]
     pub(crate) command: Command,
@@ -53,7 +54,7 @@ pub(crate) enum Command {
     /// CPU is the processor time of the VMM, in per cent of one processor. OOM KILLS are the processes that were killed
     /// because memory was short, by the guest's kernel in a container or by the host's. EXITS/s needs debugfs on the
     /// host. FILES/s are the requests of the guest for files. A pod that is not up does not answer, or its shim has
-    /// died.
+    /// died. - is not known, as UP of a pod that starts.
     Top {
         /// The seconds between two listings. What is shown was used in this time.
         #[arg(long, value_name = "SECONDS", default_value = "2", value_parser = clap::value_parser!(u16).range(1..=3600))]
@@ -189,8 +190,10 @@ pub(crate) enum Command {
     Config(ConfigCommand),
     /// Writes an archive for a support request: versions, configuration, checks, kernel messages, states of pods.
     ///
-    /// It contains no environment and no arguments of containers, no spec, and no file of a container. Of containerd's
-    /// configuration it contains only the names of all handlers and of their runtimes.
+    /// It contains no environment and no arguments of the processes of containers, also of those that exec adds, no
+    /// spec, and no file of a container. Of containerd's configuration it contains only the names of all handlers and
+    /// of their runtimes. A line `missing` says what could not be found out, as when a program of the host hangs: each
+    /// has 20 s.
     Collect {
         /// The tar archive that is written. It must not exist yet.
         #[arg(long, short, value_name = "FILE", default_value = "bulkhead-support.tar")]

@@ -8,10 +8,12 @@ use std::{
         unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt},
     },
     path::Path,
-    time::SystemTime,
+    time::{Duration, SystemTime},
 };
 
-use bulkhead_host_shim::operator::{STATE_ROOT, VERSION, chain, garbage, one_line, pods, templates};
+use bulkhead_host_shim::operator::{
+    STATE_ROOT, chain, garbage, one_line, pods, templates, version_and_commit,
+};
 use rustix::{
     fs::{AtFlags, CWD, Mode, OFlags, linkat, open},
     io::Errno,
@@ -23,7 +25,7 @@ use crate::{
     check, command_output,
     config_file::ConfigFile,
     containerd::{Containerd, handlers},
-    containerd_log::is_for_support,
+    containerd_log::{is_for_support, without_words_of_specs},
     error::CommandError,
     output,
     progress::{Count, during},
@@ -64,13 +66,16 @@ pub(crate) fn collect(
 ) -> Result<(), CommandError> {
     let write = |source| CommandError::not_written(path, source);
     let target = Target::create(path, OFlags::TMPFILE).map_err(write)?;
-    let mut archive = Archive { builder: Builder::new(&target.file), time: now() };
+    let mut archive = Archive::new(&target.file, now());
     let root = Path::new(STATE_ROOT);
     let filled = during("collecting", false, |count| fill(&mut archive, (config, containerd), root, count))
         .and_then(|()| archive.builder.into_inner().map(drop));
     let size = target.end(filled).map_err(write)?;
-    writeln!(out, "wrote {} ({}): read it before you send it", path.display(), output::mib(size))
-        .map_err(CommandError::Output)
+    let mut say = || {
+        archive.missing.iter().try_for_each(|missing| writeln!(out, "missing: {missing}"))?;
+        writeln!(out, "wrote {} ({}): read it before you send it", path.display(), output::mib(size))
+    };
+    say().map_err(CommandError::Output)
 }
 
 /// The file of the archive. It has no name before it is complete: if this command is ended meanwhile, nothing is left
@@ -128,57 +133,97 @@ fn fill<W: Write>(
     count: &Count,
 ) -> io::Result<()> {
     count.set_detail("versions");
-    archive.add("versions.txt", &versions(config, containerd))?;
+    let (of, by) = (config.clone(), containerd.clone());
+    archive.add_if_known("versions.txt", within(PROGRAMS, move || Ok(versions(&of, &by))))?;
     count.set_detail("checks");
-    let mut checks = Vec::new();
-    check::print(&mut checks, &check::check(config, containerd), false)?;
-    archive.add("check.txt", &String::from_utf8_lossy(&checks))?;
-    match config.load() {
-        Ok(config) => archive.add_json("config.json", &config.settings())?,
-        Err(error) => archive.add("config.json", &chain(&error))?,
-    }
+    let (of, by) = (config.clone(), containerd.clone());
+    archive.add_if_known("check.txt", within(PROGRAMS, move || checks(&of, &by)))?;
+    let of = config.clone();
+    let settings =
+        within(FILES, move || of.load().map(|config| config.settings()).map_err(|error| chain(&error)));
+    archive.add_json_if_known("config.json", settings)?;
     count.set_detail("handlers of containerd");
-    archive.add("containerd-handlers.json", &all_handlers(containerd))?;
+    // The rest of containerd's configuration may have the passwords of registries.
+    let all_handlers = containerd.configuration().map(|table| handlers(&table));
+    archive.add_json_if_known("containerd-handlers.json", all_handlers.map_err(|error| chain(&error)))?;
     count.set_detail("pods and templates");
-    match pods(root) {
-        Ok(pods) => archive.add_json("pods.json", &pods)?,
-        Err(error) => archive.add("pods.json", &error.to_string())?,
-    }
-    match templates(root) {
-        Ok(templates) => archive.add_json("templates.json", &templates)?,
-        Err(error) => archive.add("templates.json", &error.to_string())?,
-    }
-    match garbage(root) {
-        Ok(garbage) => archive.add_json("garbage.json", &garbage)?,
-        Err(error) => archive.add("garbage.json", &error.to_string())?,
-    }
+    archive.add_json_if_known("pods.json", of_files(root, pods))?;
+    // Whether a template is outdated is seen by the parts that it was made of.
+    archive.add_json_if_known("templates.json", of_files(root, templates))?;
+    archive.add_json_if_known("garbage.json", of_files(root, garbage))?;
     count.set_detail("messages of the kernel");
-    archive.add("kernel.txt", &kernel_messages())?;
+    archive.add_if_known("kernel.txt", kernel_messages())?;
     count.set_detail("messages of the shims");
-    archive.add("containerd.txt", &shim_messages(containerd))?;
+    archive.add_if_known("containerd.txt", shim_messages(containerd))?;
     count.set_detail("state of the pods");
     let mut listing = String::new();
     state(archive, root, root, &mut listing)?;
     archive.add("state.txt", &listing)
 }
 
+/// How long files may take, and a part for which several programs are asked, each of which has a limit itself.
+const FILES: Duration = Duration::from_secs(if cfg!(test) { 2 } else { 20 });
+const PROGRAMS: Duration = Duration::from_secs(240);
+
+/// The result of a part, or why there is none. A disk or a file server that hangs costs the archive that part only.
+fn within<T: Send + 'static>(
+    limit: Duration,
+    work: impl FnOnce() -> Result<T, String> + Send + 'static,
+) -> Result<T, String> {
+    match command_output::within(limit, work) {
+        Ok(done) => done.unwrap_or_else(|| Err(format!("it has not come within {limit:?}: a disk may hang"))),
+        Err(error) => Err(chain(&error)),
+    }
+}
+
+/// [`within`] for what the files below `root` say, and those that they name.
+fn of_files<T: Send + 'static>(
+    root: &Path,
+    look: impl FnOnce(&Path) -> io::Result<T> + Send + 'static,
+) -> Result<T, String> {
+    let root = root.to_owned();
+    within(FILES, move || look(&root).map_err(|error| chain(&error)))
+}
+
+fn checks(config: &ConfigFile, containerd: &Containerd) -> Result<String, String> {
+    let mut text = Vec::new();
+    check::print(&mut text, &check::check(config, containerd), false).map_err(|error| chain(&error))?;
+    Ok(String::from_utf8_lossy(&text).into_owned())
+}
+
 /// An archive of texts.
 struct Archive<W: Write> {
     builder: Builder<W>,
     time: u64,
+    /// What could not be found out, one line each.
+    missing: Vec<String>,
 }
 
 impl<W: Write> Archive<W> {
+    fn new(to: W, time: u64) -> Self {
+        Self { builder: Builder::new(to), time, missing: Vec::new() }
+    }
+
+    /// Adds a text, or why there is none.
+    fn add_if_known(&mut self, name: &str, text: Result<String, String>) -> io::Result<()> {
+        let text = text.unwrap_or_else(|reason| {
+            self.missing.push(one_line(&format!("{name}: {reason}")));
+            format!("{reason}\n")
+        });
+        self.add(name, &text)
+    }
+
+    fn add_json_if_known(&mut self, name: &str, value: Result<impl Serialize, String>) -> io::Result<()> {
+        let text = value.map(|value| serde_json::to_string_pretty(&value)).map(Result::unwrap_or_default);
+        self.add_if_known(name, text)
+    }
+
     fn add(&mut self, name: &str, text: &str) -> io::Result<()> {
         let mut header = Header::new_gnu();
         header.set_size(text.len() as u64);
         header.set_mode(0o600);
         header.set_mtime(self.time);
         self.builder.append_data(&mut header, format!("{NAME}/{name}"), text.as_bytes())
-    }
-
-    fn add_json(&mut self, name: &str, value: &impl Serialize) -> io::Result<()> {
-        self.add(name, &serde_json::to_string_pretty(value)?)
     }
 }
 
@@ -194,38 +239,39 @@ fn versions(config: &ConfigFile, containerd: &Containerd) -> String {
     let system = fs::read_to_string("/etc/os-release").unwrap_or_default();
     let system = system.lines().find_map(|line| line.strip_prefix("PRETTY_NAME=")).unwrap_or("unknown");
     format!(
-        "bulkhead {VERSION}\n{}containerd {}\nkernel {}\nsystem {system}\n",
-        shown(command_output::output(&vmm.to_string_lossy(), &["--version"])),
+        "bulkhead {}\nVMM {}\ncontainerd {}\nkernel {}\nsystem {system}\n",
+        version_and_commit(),
+        shown(command_output::output(&vmm.to_string_lossy(), &["--version"])).trim_end(),
         shown(containerd.version()),
         kernel.join(" "),
     )
 }
 
-/// Only the runtimes. The rest of containerd's configuration may have the passwords of registries.
-fn all_handlers(containerd: &Containerd) -> String {
-    match containerd.configuration() {
-        Ok(table) => serde_json::to_string_pretty(&handlers(&table)).unwrap_or_default(),
-        Err(error) => error.to_string(),
-    }
+fn kernel_messages() -> Result<String, String> {
+    let text = command_output::output("dmesg", &[]).map_err(|error| chain(&error))?;
+    Ok(last_lines(&text, is_of_kernel))
 }
 
-fn kernel_messages() -> String {
-    match command_output::output("dmesg", &[]) {
-        Ok(text) => last_lines(&text, |line| {
-            let line = line.to_lowercase();
-            KERNEL_WORDS.iter().any(|word| line.contains(word))
-        }),
-        Err(error) => error.to_string(),
-    }
+/// Whether a message of the kernel is taken. Without a daemon for audit, the kernel's messages have its records too:
+/// those of programs that were executed have their arguments. So of these only the system calls are taken that a filter
+/// has refused.
+fn is_of_kernel(line: &str) -> bool {
+    let line = line.to_lowercase();
+    let is_record = line.contains("type=") && line.contains("audit");
+    (!is_record || line.contains("type=1326")) && KERNEL_WORDS.iter().any(|word| line.contains(word))
 }
 
 /// The shims' lines in containerd's log, and containerd's own about the runtime.
-fn shim_messages(containerd: &Containerd) -> String {
+fn shim_messages(containerd: &Containerd) -> Result<String, String> {
     let log = containerd.log(Path::new("/"));
-    match log.last_lines(MOST_LOOKED_AT, MOST_LINES, is_for_support) {
-        Ok(lines) => lines.iter().map(|line| format!("{}\n", one_line(line))).collect(),
-        Err(error) => format!("cannot read {log}: {error}"),
+    let lines = log.last_lines(MOST_LOOKED_AT, MOST_LINES, is_for_support);
+    let lines = lines.map_err(|error| format!("cannot read {log}: {}", chain(&error)))?;
+    // A user who is not root sees no lines of others, and docker may have a containerd of its own.
+    if lines.is_empty() {
+        let why = "containerd may have another one, no pod may have run, or this was not run as root";
+        return Err(format!("{} has no line of a shim; {why}", log.looked_at(MOST_LOOKED_AT)));
     }
+    Ok(lines.iter().map(|line| format!("{}\n", one_line(&without_words_of_specs(line)))).collect())
 }
 
 fn last_lines(text: &str, is_wanted: impl Fn(&str) -> bool) -> String {
@@ -281,10 +327,13 @@ fn state<W: Write>(
 mod tests {
     use std::collections::BTreeMap;
 
+    use bulkhead_host_shim::operator::{COMMIT, VERSION};
+    use rustix::fs::{FileType, mknodat};
+
     use super::*;
 
     fn collected(root: &Path) -> BTreeMap<String, String> {
-        let mut archive = Archive { builder: Builder::new(Vec::new()), time: 0 };
+        let mut archive = Archive::new(Vec::new(), 0);
         let of = (&ConfigFile { config: None }, &Containerd::of("/etc/containerd/config.toml".into()));
         fill(&mut archive, of, root, &Count::default()).unwrap();
         let bytes = archive.builder.into_inner().unwrap();
@@ -317,11 +366,24 @@ mod tests {
                 && files.contains_key("state/c/ns/pod/containers/one")
         );
         assert!(files["pods.json"].contains("\"unknown\"") && files["check.txt"].contains("KVM"));
-        assert!(files["versions.txt"].starts_with(&format!("bulkhead {VERSION}\n")));
+        assert!(files["versions.txt"].starts_with(&format!("bulkhead {VERSION} (commit {COMMIT})\n")));
         assert!(files["config.json"].contains("memory_mib"));
         for (name, text) in &files {
             assert!(!text.contains("PASSWORD") && !text.contains("share/one"), "{name}: {text}");
         }
+    }
+
+    #[test]
+    fn a_disk_that_hangs_costs_the_archive_what_is_on_it_only() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("config.toml");
+        // Whoever opens it waits for somebody who writes.
+        mknodat(CWD, &path, FileType::Fifo, Mode::RUSR, 0).unwrap();
+        let late = || within(FILES, move || fs::read_to_string(path).map_err(|error| chain(&error)));
+        let mut archive = Archive::new(Vec::new(), 0);
+        archive.add_if_known("config.json", late()).unwrap();
+        archive.add_if_known("pods.json", Ok("[]".into())).unwrap();
+        assert_eq!(archive.missing, ["config.json: it has not come within 2s: a disk may hang"]);
     }
 
     #[test]
@@ -362,6 +424,23 @@ mod tests {
         fs::write(&path, "mine").unwrap();
         assert_eq!(target.end(Ok(())).unwrap_err().kind(), io::ErrorKind::AlreadyExists);
         assert_eq!(fs::read_to_string(&path).unwrap(), "mine");
+    }
+
+    #[test]
+    fn records_of_programs_are_no_messages_of_the_kernel() {
+        for taken in
+            ["kvm: guest NMI", "audit: type=1326 audit(1:2): comm=\"vcpu0\" sig=31", "Out of memory: Killed"]
+        {
+            assert!(is_of_kernel(taken), "{taken}");
+        }
+        for private in [
+            "audit: type=1309 audit(1:2): argc=4 a0=\"bulkhead\" a1=\"exec\" a2=\"pod\" a3=\"secret\"",
+            "audit: type=1327 audit(1:2): proctitle=62756C6B68656164",
+            "audit: type=1123 audit(1:2): cmd=\"bulkhead exec secret\"",
+            "usb 1-1: new device",
+        ] {
+            assert!(!is_of_kernel(private), "{private}");
+        }
     }
 
     #[test]

@@ -12,7 +12,7 @@ use std::{
 };
 
 /// How long a program may take.
-const LIMIT: Duration = Duration::from_secs(20);
+pub(crate) const LIMIT: Duration = Duration::from_secs(20);
 
 /// The most that is read of its output.
 const MOST: u64 = 16 << 20;

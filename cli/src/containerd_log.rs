@@ -1,6 +1,7 @@
 //! containerd's log, which has the lines of the shims too.
 
 use std::{
+    borrow::Cow,
     fmt,
     fs::File,
     io::{self, BufRead, BufReader, Read, Seek, SeekFrom},
@@ -9,7 +10,7 @@ use std::{
 
 use serde::Deserialize;
 
-use crate::command_output;
+use crate::command_output::{self, LIMIT};
 
 /// How much of the end of a log in a file is looked through, in bytes.
 const END: u64 = 16 << 20;
@@ -22,8 +23,37 @@ const NAME: &str = "bulkhead";
 const LEVELS: [&str; 6] = ["info", "warning", "warn", "error", "fatal", "panic"];
 
 /// What is in lines of containerd that have a spec, or its whole configuration with the passwords of registries, which
-/// the CRI plugin logs at info when it starts.
-const PRIVATE: [&str; 7] = ["spec:", "spec=", "Spec{", "\"spec\":", "with config ", "config=", "\"config\":"];
+/// the CRI plugin logs at info when it starts, or the arguments of a process that exec adds.
+const PRIVATE: [&str; 13] = [
+    "spec:",
+    "spec=",
+    "Spec{",
+    "\"spec\":",
+    "with config ",
+    "config=",
+    "\"config\":",
+    "with command ",
+    "cmd=",
+    "args=",
+    "Args:[",
+    "\"args\":",
+    "Env:[",
+];
+
+/// What errors have before a word of a spec: a value that cannot be read, or the program and the arguments of a logger.
+const QUOTING: [&str; 4] = ["invalid type: ", "invalid value: ", "unknown variant ", "binary://"];
+
+/// What the agent and runc have before the name of the program. Some users write a whole command line there.
+const PROGRAM: &str = "exec: ";
+
+/// Why a program could not be executed.
+const REASONS: [&str; 5] = [
+    "executable file not found in $PATH",
+    "no such file or directory",
+    "permission denied",
+    "is a directory",
+    "exec format error",
+];
 
 /// Where containerd writes its log.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -49,7 +79,24 @@ impl Log {
                 let arguments: Vec<_> = arguments.iter().map(String::as_str).collect();
                 command_output::last_lines("journalctl", &arguments, most, is_wanted)
             }
-            Self::File(path) => end_of(path, most, is_wanted),
+            Self::File(path) => {
+                let path = path.clone();
+                // Its disk may hang.
+                let read = command_output::within(LIMIT, move || end_of(&path, most, is_wanted))?;
+                let late =
+                    || Err(io::Error::new(io::ErrorKind::TimedOut, format!("nothing came within {LIMIT:?}")));
+                read.unwrap_or_else(late)
+            }
+        }
+    }
+}
+
+impl Log {
+    /// The part of it that [`Log::last_lines`] looks through.
+    pub(crate) fn looked_at(&self, lines: u32) -> String {
+        match self {
+            Self::Journal(_) => format!("the end of {self}, {lines} lines,"),
+            Self::File(_) => format!("the end of {self}, {} MiB,", END >> 20),
         }
     }
 }
@@ -118,6 +165,26 @@ pub(crate) fn is_for_support(line: &str) -> bool {
     let says = |word: &&str| line.contains(word);
     let level = level_of(line);
     level.is_some_and(|level| LEVELS.contains(&level.as_str())) && says(&NAME) && !PRIVATE.iter().any(says)
+}
+
+/// A line that is for support, without words of the spec of a process, which may be secrets.
+pub(crate) fn without_words_of_specs(line: &str) -> Cow<'_, str> {
+    let names_program = |at: &usize| {
+        let rest = line.get(at + PROGRAM.len()..).unwrap_or_default();
+        // In a text within a text, quotation marks have backslashes.
+        rest.trim_start_matches('\\').starts_with('"')
+    };
+    let program = line.match_indices(PROGRAM).map(|(at, _)| at).find(names_program);
+    let program = program.map(|at| at + PROGRAM.len());
+    let quoted = QUOTING.iter().filter_map(|words| line.find(words).map(|at| at + words.len()));
+    match quoted.chain(program).min() {
+        None => line.into(),
+        Some(end) => {
+            let (before, after) = line.split_at(end);
+            let reason = REASONS.into_iter().find(|reason| after.contains(reason)).unwrap_or_default();
+            format!("{before}[left out] {reason}").into()
+        }
+    }
 }
 
 /// The level of a line of containerd's own, as text (`time="..." level=info msg=...`) or as JSON.
@@ -207,6 +274,46 @@ mod tests {
     }
 
     #[test]
+    fn no_word_of_a_process_is_for_support() {
+        let kept = |line: &str| -> String {
+            if is_for_support(line) { without_words_of_specs(line).into_owned() } else { String::new() }
+        };
+        let shim = |message: &str| format!("{PREFIX}ERROR pod{{namespace=\"a\" id=\"b\"}}: {message}");
+        let started = "the process was not started container=\"b\" exec=\"e\" error=";
+        for (error, reason) in [
+            (
+                r#""exec: \"app --password=secret\": executable file not found in $PATH""#,
+                "executable file not found",
+            ),
+            (r#""exec: \"/secret\": stat /secret: no such file or directory""#, "no such file or directory"),
+            (
+                r#""cannot parse the process: invalid type: string \"secret\", expected a sequence""#,
+                "invalid type: ",
+            ),
+            (r#""stdout binary:///log?token=secret: only output can go to a file or a logger""#, "binary://"),
+        ] {
+            let json = serde_json::json!({ "level": "ERROR", "pod": { "id": "b", "namespace": "a" },
+                "message": "the process was not started", "fields": { "error": error } });
+            for line in [
+                shim(&format!("{started}{error}")),
+                json.to_string(),
+                text("error", &format!("bulkhead: {error}")),
+            ] {
+                let kept = kept(&line);
+                assert!(!kept.contains("secret") && kept.contains(reason), "{kept}");
+            }
+        }
+        for message in [
+            "Exec for \"c\" with command [bulkhead --password=secret], tty false and stdin false",
+            "ExecSync bulkhead cmd=[\"secret\"]",
+        ] {
+            assert_eq!([kept(&text("info", message)), kept(&json("info", message))], ["", ""]);
+        }
+        let other = shim("exec: the agent is asked again");
+        assert_eq!(kept(&other), other);
+    }
+
+    #[test]
     fn a_file_is_read_from_its_end_by_whole_lines() {
         let dir = tempfile::tempdir().unwrap();
         let log = Log::File(dir.path().join("containerd.log"));
@@ -219,7 +326,9 @@ mod tests {
         fs::write(path, format!("{}\nlast\n", "a".repeat(END as usize))).unwrap();
         assert_eq!(log.last_lines(1, 9, |_| true).unwrap(), ["last"]);
         assert_eq!(log.to_string(), path.display().to_string());
+        assert_eq!(log.looked_at(9), format!("the end of {}, 16 MiB,", path.display()));
         let journal = Log::Journal(vec!["k3s".into(), "k3s-agent".into()]);
+        assert_eq!(journal.looked_at(9), "the end of the log of the unit k3s or k3s-agent, 9 lines,");
         assert_eq!(journal.to_string(), "the log of the unit k3s or k3s-agent");
     }
 }

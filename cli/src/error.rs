@@ -39,7 +39,8 @@ pub(crate) enum CommandError {
     #[error("cannot read {log}")]
     Log { log: String, source: io::Error },
     #[error(
-        "{log} has no line of a pod {pod}; name the unit of its containerd with --unit, for example docker"
+        "{log} has no line of a pod {pod}; its lines may be older, or in the log of another containerd, whose unit \
+         --unit names, for example docker"
     )]
     NoLines { pod: String, log: String },
     #[error("there is no pod with the id {pod}; `bulkhead ps` lists the pods")]
@@ -52,6 +53,8 @@ pub(crate) enum CommandError {
     NotStarted { pod: String, reason: String },
     #[error("cannot read how the containers of the pod {pod} started: {reason}")]
     ContainerStarts { pod: String, reason: String },
+    #[error("the trace of the pod {pod} is not complete: {missing}")]
+    Incomplete { pod: String, missing: String },
     #[error("{path}: cannot wait for changes")]
     Wait { path: PathBuf, source: io::Error },
     #[error(

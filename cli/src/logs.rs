@@ -38,7 +38,7 @@ pub(crate) fn logs(out: &mut impl Write, root: &Path, options: LogOptions<'_>) -
     let found = print(out, &lines, &consoles(root, options)?, options.lines).map_err(CommandError::Output)?;
     match found {
         true => Ok(()),
-        false => Err(CommandError::NoLines { pod: options.pod.into(), log: log.to_string() }),
+        false => Err(CommandError::NoLines { pod: options.pod.into(), log: log.looked_at(MOST_LINES) }),
     }
 }
 

@@ -65,10 +65,8 @@ pub(crate) fn top(out: &mut impl Write, root: &Path, options: TopOptions) -> Res
             out.write_all(CLEAR.as_bytes()).map_err(CommandError::Output)?;
         }
         let rows = rows(&before.0, &now.0, seconds);
-        // The header and the last line need two lines.
-        let height = is_terminal.then(height).flatten().filter(|_| !options.once);
-        let most = height.map_or(usize::MAX, |height| height.saturating_sub(2)).max(1);
-        print(out, &rows, now.0.left_out, most, options.json).map_err(CommandError::Output)?;
+        let screen = is_terminal.then(Screen::of_stdout).flatten().filter(|_| !options.once);
+        print(out, &rows, now.0.left_out, screen, options.json).map_err(CommandError::Output)?;
         if options.once {
             return Ok(());
         }
@@ -124,26 +122,75 @@ fn oom_kills(sample: &Sample) -> Option<u64> {
     known.into_iter().flatten().reduce(u64::saturating_add)
 }
 
-/// The lines of the terminal.
-fn height() -> Option<usize> {
-    tcgetwinsize(io::stdout()).ok().map(|size| size.ws_row.into()).filter(|rows| *rows > 0)
+/// The size of a terminal.
+#[derive(Debug, Clone, Copy)]
+struct Screen {
+    columns: usize,
+    lines: usize,
 }
 
-/// Prints the first rows, at most `most` of them as a table. `left_out` more pods are not among the rows.
+impl Screen {
+    /// None: it is not known.
+    fn of_stdout() -> Option<Self> {
+        let size = tcgetwinsize(io::stdout()).ok().filter(|size| size.ws_row > 0 && size.ws_col > 0)?;
+        Some(Self { columns: size.ws_col.into(), lines: size.ws_row.into() })
+    }
+
+    /// Prints what fits of the text: a line that is too long would be continued in the next one, and one line too many
+    /// would move the first one out of sight.
+    fn print(self, out: &mut impl Write, text: &str) -> io::Result<()> {
+        // After the last line, the cursor is in one more.
+        let most = self.lines.saturating_sub(1).max(1);
+        let first = text.lines().count().saturating_sub(most);
+        text.lines().skip(first).try_for_each(|line| writeln!(out, "{}", self.cut(line)))
+    }
+
+    fn cut(self, line: &str) -> &str {
+        // Other characters than those of ASCII may have the width of two.
+        let width = |c: char| if c.is_ascii() { 1 } else { 2 };
+        let ends = line.char_indices().scan(0, |columns, (at, c)| {
+            *columns += width(c);
+            Some((*columns, at + c.len_utf8()))
+        });
+        let end = ends.take_while(|(columns, _)| *columns <= self.columns).last();
+        line.get(..end.map_or(0, |(_, end)| end)).unwrap_or_default()
+    }
+
+    /// How many of the rows there is room for, beside the header. If they are not all, a line says how many are left
+    /// out.
+    fn rows(self, rows: usize, left_out: usize) -> usize {
+        let room = self.lines.saturating_sub(2);
+        if rows <= room && left_out == 0 { rows } else { rows.min(room.saturating_sub(1)) }
+    }
+}
+
+/// Prints the rows: as a table those for which the screen has room. `left_out` more pods are not among the rows.
 fn print(
     out: &mut impl Write,
     rows: &[Row<'_>],
     left_out: usize,
-    most: usize,
+    screen: Option<Screen>,
     is_json: bool,
 ) -> io::Result<()> {
     if is_json {
         return json(out, &rows);
     }
-    let (rows, left_out) = match rows.get(..most) {
-        Some(first) => (first, left_out.saturating_add(rows.len() - first.len())),
-        None => (rows, left_out),
-    };
+    let most = screen.map_or(rows.len(), |screen| screen.rows(rows.len(), left_out));
+    let left_out = left_out.saturating_add(rows.len() - most);
+    let mut text = Vec::new();
+    table(&mut text, rows.get(..most).unwrap_or_default())?;
+    match left_out {
+        0 => {}
+        1 => writeln!(text, "and 1 more pod")?,
+        more => writeln!(text, "and {more} more pods")?,
+    }
+    match screen {
+        Some(screen) => screen.print(out, &String::from_utf8_lossy(&text)),
+        None => out.write_all(&text),
+    }
+}
+
+fn table(out: &mut impl Write, rows: &[Row<'_>]) -> io::Result<()> {
     let header = [
         "NAMESPACE",
         "ID",
@@ -165,7 +212,7 @@ fn print(
         [
             pod.namespace.clone(),
             pod.id.clone(),
-            if sample.is_up { "yes" } else { "no" }.into(),
+            or_none(sample.is_up.map(|is_up| if is_up { "yes" } else { "no" })),
             rates.map_or(NONE.into(), |rates| format!("{:.1} %", rates.cpu * 100.0)),
             or_none(pod.memory_bytes.map(mib)),
             or_none(oom_kills(sample)),
@@ -176,12 +223,7 @@ fn print(
             or_none(sample.start.as_ref().map(|start| start.vm.name())),
             or_none(pod.age_seconds.map(age)),
         ]
-    })?;
-    match left_out {
-        0 => Ok(()),
-        1 => writeln!(out, "and 1 more pod"),
-        more => writeln!(out, "and {more} more pods"),
-    }
+    })
 }
 
 #[cfg(test)]
@@ -223,20 +265,42 @@ mod tests {
         };
         assert_eq!(seen, [("busy", Some(rates(2.0))), ("idle", Some(rates(0.0))), ("new", None)]);
         let mut text = Vec::new();
-        print(&mut text, &rows, 0, usize::MAX, false).unwrap();
+        print(&mut text, &rows, 0, None, false).unwrap();
         let text = String::from_utf8(text).unwrap();
         let line: Vec<_> = text.lines().nth(1).unwrap().split_whitespace().collect();
-        assert_eq!(line[..8], ["ns", "busy", "no", "200.0", "%", "-", "3", "100"]);
+        assert_eq!(line[..8], ["ns", "busy", "-", "200.0", "%", "-", "3", "100"]);
         let column = |row: &Row<'_>| oom_kills(row.sample);
         assert_eq!(rows.iter().map(column).collect::<Vec<_>>(), [Some(3), Some(1), None]);
         let mut text = Vec::new();
-        print(&mut text, &rows, 4, 2, false).unwrap();
+        print(&mut text, &rows, 4, None, false).unwrap();
         let text = String::from_utf8(text).unwrap();
-        assert!(text.lines().count() == 4 && text.ends_with("\nand 5 more pods\n"), "{text}");
+        assert!(text.lines().count() == 5 && text.ends_with("\nand 4 more pods\n"), "{text}");
+        let on = |columns, lines, left_out| {
+            let mut text = Vec::new();
+            print(&mut text, &rows, left_out, Some(Screen { columns, lines }), false).unwrap();
+            let text = String::from_utf8(text).unwrap();
+            // The cursor is in the line after the last one.
+            assert!(lines < 2 || text.lines().count() < lines, "{text}");
+            assert!(text.lines().all(|line| line.chars().count() <= columns), "{text}");
+            text
+        };
+        assert_eq!(on(9, 5, 0), "NAMESPACE\nns\nns\nns\n".replace("ns\n", "ns       \n"));
+        assert_eq!(on(200, 5, 1).lines().last(), Some("and 2 more pods"));
+        assert_eq!(on(200, 4, 0).lines().count(), 3);
+        assert_eq!(on(200, 4, 0).lines().last(), Some("and 2 more pods"));
+        assert_eq!(on(10, 3, 0), "NAMESPACE \nand 3 more\n");
+        assert_eq!([on(200, 2, 0), on(200, 1, 0)], ["and 3 more pods\n", "and 3 more pods\n"]);
         let mut text = Vec::new();
-        print(&mut text, &rows, 4, 2, true).unwrap();
+        print(&mut text, &rows, 4, None, true).unwrap();
         let rows: serde_json::Value = serde_json::from_slice(&text).unwrap();
         assert_eq!((&rows[0]["id"], &rows[0]["rates"]["cpu"]), (&"busy".into(), &2.0.into()));
+    }
+
+    #[test]
+    fn a_wide_character_does_not_make_a_line_too_long() {
+        let cut = |columns, line| Screen { columns, lines: 9 }.cut(line);
+        assert_eq!([cut(4, "abcdef"), cut(6, "abcdef"), cut(9, "abc")], ["abcd", "abcdef", "abc"]);
+        assert_eq!([cut(4, "a\u{65e5}\u{672c}"), cut(1, "\u{65e5}"), cut(3, "")], ["a\u{65e5}", "", ""]);
     }
 
     #[test]

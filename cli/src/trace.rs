@@ -7,8 +7,8 @@ use std::{
 };
 
 use bulkhead_host_shim::operator::{
-    ContainerStart, Origin, Phase, Pod, StartRecord, Step, Traceparent, VERSION, container_starts, one_line,
-    start_record,
+    ContainerStart, MOST_CONTAINERS, Origin, Phase, Pod, StartRecord, Step, Traceparent, VERSION, chain,
+    container_starts, one_line, pod_address, start_record,
 };
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -45,6 +45,8 @@ struct Trace<'s> {
     phases: Vec<PlacedPhase<'s>>,
     /// After the first one.
     containers: Vec<ContainerTrace<'s>>,
+    /// What should be here, one line each.
+    missing: &'s [String],
 }
 
 #[derive(Debug, Serialize)]
@@ -66,7 +68,12 @@ fn placed(phases: &[Phase]) -> Vec<PlacedPhase<'_>> {
 }
 
 impl<'s> Trace<'s> {
-    fn of(pod: &'s Pod, start: &'s StartRecord, containers: &'s [ContainerStart]) -> Self {
+    fn of(
+        pod: &'s Pod,
+        start: &'s StartRecord,
+        containers: &'s [ContainerStart],
+        missing: &'s [String],
+    ) -> Self {
         let of_container = |start: &'s ContainerStart| ContainerTrace {
             container: &start.container,
             began_unix_us: start.began_unix_us,
@@ -81,11 +88,13 @@ impl<'s> Trace<'s> {
             vm: start.vm,
             phases: placed(&start.phases),
             containers: containers.iter().map(of_container).collect(),
+            missing,
         }
     }
 }
 
-/// Prints the start of a pod and those of its containers, or writes them to a file.
+/// Prints the start of a pod and those of its containers, or writes them to a file. It is an error if something of them
+/// is missing, after the rest was printed.
 pub(crate) fn trace(
     out: &mut impl Write,
     root: &Path,
@@ -98,20 +107,92 @@ pub(crate) fn trace(
     let start = &start.ok_or_else(|| not_started(String::new()))?;
     let containers = &container_starts(&pod.path)
         .map_err(|reason| CommandError::ContainerStarts { pod: pod.id.clone(), reason: one_line(&reason) })?;
+    let missing = &missing(pod, start, containers);
+    let complete = || match missing.is_empty() {
+        true => Ok(()),
+        false => {
+            Err(CommandError::Incomplete { pod: pod.id.clone(), missing: one_line(&missing.join("; ")) })
+        }
+    };
     if let Some(path) = options.otlp {
         let write = |source| CommandError::not_written(path, source);
         let mut file = File::create_new(path).map_err(write)?;
-        return print_json(&mut file, &spans(pod, start, containers)).map_err(|source| {
+        print_json(&mut file, &spans(pod, start, containers)).map_err(|source| {
             // A part of it is of no use. The error is said.
             drop(fs::remove_file(path));
             write(source)
-        });
+        })?;
+        return complete();
     }
     let printed = match options.json {
-        true => print_json(out, &Trace::of(pod, start, containers)),
+        true => print_json(out, &Trace::of(pod, start, containers, missing)),
         false => waterfalls(out, start, containers),
     };
-    printed.map_err(CommandError::Output)
+    printed.map_err(CommandError::Output)?;
+    complete()
+}
+
+/// The phases of each start that has ended. The others depend on the pod and on its host.
+const OF_FIRST: [Step; 9] = [
+    Step::Create,
+    Step::ReadRequest,
+    Step::PrepareHost,
+    Step::MountFiles,
+    Step::StartSandbox,
+    Step::CreateContainer,
+    Step::Start,
+    Step::ConnectNetwork,
+    Step::StartContainer,
+];
+const OF_OTHERS: [Step; 7] = [
+    Step::Create,
+    Step::ReadRequest,
+    Step::MountFiles,
+    Step::CreateContainer,
+    Step::Start,
+    Step::ConnectNetwork,
+    Step::StartContainer,
+];
+
+/// What the records should have and do not, one line each. A shim writes them when a container was created and again
+/// when it was started, and may have been unable to.
+fn missing(pod: &Pod, start: &StartRecord, containers: &[ContainerStart]) -> Vec<String> {
+    let mut missing: Vec<_> = missing_phases(&start.phases, &OF_FIRST, "the pod").into_iter().collect();
+    let has = |step| start.phases.iter().any(|phase| phase.step == step);
+    if !has(Step::RestoreVm) && !has(Step::BootVm) {
+        missing.push("the pod has neither restore_vm nor boot_vm".into());
+    }
+    missing.extend(containers.iter().filter_map(|start| {
+        missing_phases(&start.phases, &OF_OTHERS, &format!("the container {}", start.container))
+    }));
+    let address = match pod_address(&pod.path) {
+        Ok(address) => address,
+        Err(error) => {
+            missing.push(format!("it is not known which containers there are: {}", chain(&error)));
+            return missing;
+        }
+    };
+    // The first container has the id of the pod.
+    let is_recorded = |id: &str| id == pod.id || containers.iter().any(|start| start.container == id);
+    let ids = address.containers.into_iter().map(|container| container.id).filter(|id| !is_recorded(id));
+    let ids: Vec<_> = ids.collect();
+    if !ids.is_empty() {
+        missing.push(format!(
+            "there is no record of {}: they are being created, or more than {MOST_CONTAINERS} have begun since",
+            ids.join(", ")
+        ));
+    }
+    missing
+}
+
+/// What is missing in the record of a start, if something is.
+fn missing_phases(phases: &[Phase], needed: &[Step], who: &str) -> Option<String> {
+    let has = |step| phases.iter().any(|phase| phase.step == step);
+    // Without a request, none of its parts is there either.
+    let is_missing = |step: &&Step| !has(**step) && step.request().is_none_or(has);
+    let steps: Vec<_> = needed.iter().filter(is_missing).map(|step| step.name()).collect();
+    let why = if has(Step::Start) { "" } else { ", because it has not started yet or this was not recorded" };
+    (!steps.is_empty()).then(|| format!("{who} has no {}{why}", steps.join(", ")))
 }
 
 fn waterfalls(out: &mut impl Write, start: &StartRecord, containers: &[ContainerStart]) -> io::Result<()> {
@@ -306,6 +387,76 @@ mod tests {
         TraceOptions { pod, namespace, json: false, otlp: None }
     }
 
+    /// What a trace of these pods shows, whose records lack some phases.
+    fn in_part(root: &Path, options: TraceOptions<'_>) -> (String, String) {
+        let mut text = Vec::new();
+        match trace(&mut text, root, options) {
+            Err(error @ CommandError::Incomplete { .. }) => {
+                (String::from_utf8(text).unwrap(), error.to_string())
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn what_is_missing_is_said_and_only_that() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("c/ns/demo");
+        let add = |name: &str| {
+            fs::write(path.join("containers").join(name), "{\"effect\":\"bundle\",\"path\":\"/b\"}\n")
+        };
+        fs::create_dir_all(path.join("containers")).unwrap();
+        fs::write(path.join("journal"), "{\"effect\":\"shim\",\"pid\":4194304,\"start_time\":1}\n").unwrap();
+        add("demo").unwrap();
+        add("app").unwrap();
+        let phase = |step| Phase { step, begin_us: 0, duration_us: 1, caller: None };
+        let write = |steps: &[Step], container: Option<&[Step]>| {
+            let phases = |steps: &[Step]| steps.iter().copied().map(phase).collect::<Vec<_>>();
+            let record = StartRecord { phases: phases(steps), ..start() };
+            fs::write(path.join("start.json"), serde_json::to_string(&record).unwrap() + "\n").unwrap();
+            let record = container.map(|steps| ContainerStart { phases: phases(steps), ..self::container() });
+            let lines =
+                record.map(|record| serde_json::to_string(&record).unwrap() + "\n").unwrap_or_default();
+            fs::write(path.join("container-starts.json"), lines).unwrap();
+        };
+        let whole = [&OF_FIRST[..], &[Step::BootVm]].concat();
+        write(&whole, Some(&OF_OTHERS));
+        let mut text = Vec::new();
+        trace(&mut text, dir.path(), options("demo", None)).unwrap();
+        let mut value = Vec::new();
+        trace(&mut value, dir.path(), TraceOptions { json: true, ..options("demo", None) }).unwrap();
+        let value: Value = serde_json::from_slice(&value).unwrap();
+        assert_eq!(value["missing"], json!([]));
+        let said = |first: &[Step], container: Option<&[Step]>| {
+            write(first, container);
+            let (shown, said) = in_part(dir.path(), TraceOptions { json: true, ..options("demo", None) });
+            let shown: Value = serde_json::from_str(&shown).unwrap();
+            assert!(said.starts_with("the trace of the pod demo is not complete: "), "{said}");
+            assert_eq!(shown["missing"].as_array().unwrap().len(), 1, "{shown}");
+            said["the trace of the pod demo is not complete: ".len()..].to_owned()
+        };
+        let without = |steps: &[Step], missing: &[Step]| -> Vec<Step> {
+            steps.iter().copied().filter(|step| !missing.contains(step)).collect()
+        };
+        let created = without(&whole, &[Step::Start, Step::ConnectNetwork, Step::StartContainer]);
+        let not_started = "has no start, because it has not started yet or this was not recorded";
+        assert_eq!(said(&created, Some(&OF_OTHERS)), format!("the pod {not_started}"));
+        let created = without(&OF_OTHERS, &[Step::Start, Step::ConnectNetwork, Step::StartContainer]);
+        assert_eq!(said(&whole, Some(&created)), format!("the container app {not_started}"));
+        let lost = without(&whole, &[Step::MountFiles, Step::StartContainer]);
+        assert_eq!(said(&lost, Some(&OF_OTHERS)), "the pod has no mount_files, start_container");
+        assert_eq!(said(&OF_FIRST, Some(&OF_OTHERS)), "the pod has neither restore_vm nor boot_vm");
+        assert!(
+            said(&whole, None)
+                .starts_with("there is no record of app: they are being created, or more than 16")
+        );
+        write(&whole, Some(&OF_OTHERS));
+        fs::remove_file(path.join("journal")).unwrap();
+        let (_, said) = in_part(dir.path(), options("demo", None));
+        let is_said = said.contains("it is not known which containers there are: ");
+        assert!(is_said && said.contains("cannot read the journal"), "{said}");
+    }
+
     #[test]
     fn a_phase_is_a_bar_where_it_was() {
         let mut text = Vec::new();
@@ -338,10 +489,9 @@ mod tests {
         assert!(several.contains("--namespace"), "{several}");
         let new = trace(&mut Vec::new(), dir.path(), options("new", None)).unwrap_err().to_string();
         assert!(new.starts_with("the pod new has no record of its start"), "{new}");
-        let mut text = Vec::new();
         let json = TraceOptions { json: true, ..options("demo", Some("one")) };
-        trace(&mut text, dir.path(), json).unwrap();
-        let value: Value = serde_json::from_slice(&text).unwrap();
+        let (text, _) = in_part(dir.path(), json);
+        let value: Value = serde_json::from_str(&text).unwrap();
         assert_eq!((&value["namespace"], &value["vm"]), (&"one".into(), &"clone".into()));
         assert_eq!(
             value["phases"][1],
@@ -392,7 +542,7 @@ mod tests {
         let dir = pods();
         let path = dir.path().join("spans.json");
         let otlp = TraceOptions { otlp: Some(&path), ..options("demo", Some("one")) };
-        trace(&mut Vec::new(), dir.path(), otlp).unwrap();
+        assert_eq!(in_part(dir.path(), otlp).0, "");
         assert!(trace(&mut Vec::new(), dir.path(), otlp).unwrap_err().to_string().contains("spans.json"));
         let value: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
         let spans: Vec<_> = value["resourceSpans"]

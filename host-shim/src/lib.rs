@@ -40,7 +40,7 @@ use crate::{
         args::{Action, Args},
         bootstrap, delete, info, logging, server, undo,
     },
-    types::error::chain,
+    types::{build, error::chain},
 };
 
 /// The program: does what its arguments ask for.
@@ -70,7 +70,7 @@ fn run() -> Result<ExitCode, Box<dyn Error>> {
         }
         Action::PlaceholderProcess => placeholder_process::run()?,
         Action::Version => {
-            print(format!("containerd-shim-bulkhead-v2 {}\n", env!("CARGO_PKG_VERSION")).as_bytes())?;
+            print(format!("containerd-shim-bulkhead-v2 {}\n", build::version_and_commit()).as_bytes())?;
         }
         Action::Info => print(&info::info().write_to_bytes()?)?,
     }

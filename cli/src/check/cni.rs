@@ -10,7 +10,7 @@ use bulkhead_host_shim::operator::{chain, one_line};
 use toml::Table;
 
 use crate::{
-    check::finding::Finding,
+    check::{distribution::Family, finding::Finding},
     containerd::{self, Key, RUNTIME, handlers},
 };
 
@@ -91,7 +91,10 @@ pub(super) fn network(root: &Path, configuration: &Table, generator: Option<&str
     let sought = if generator.is_none() && paths.key == Key::One { &plugins } else { &missing };
     let is_there = |directory: &&str| sought.iter().all(|plugin| is_in(Path::new(directory), plugin));
     let remedy = match (USUAL.into_iter().find(is_there), generator, paths.key) {
-        (None, _, _) => format!("install the CNI plugins in {directories}"),
+        (None, _, _) => format!(
+            "install the CNI plugins in {directories}; or install them by {}, and check again",
+            Family::of(root).install_cni_plugins()
+        ),
         (Some(directory), Some(generator), _) => {
             format!("copy them from {directory}: {generator} generates containerd's configuration")
         }
@@ -185,7 +188,10 @@ mod tests {
         let expected =
             "10-pods.conflist in /etc/cni/net.d needs bridge, portmap, which /opt/cni/bin does not have";
         assert_eq!((missing.status, missing.found.as_str()), (Status::Warn, expected));
-        assert_eq!(missing.remedy.as_deref(), Some("install the CNI plugins in /opt/cni/bin"));
+        write(root, "etc/os-release", "ID=fedora\n");
+        let remedy = "install the CNI plugins in /opt/cni/bin; or install them by `dnf install \
+                      containernetworking-plugins`, and check again";
+        assert_eq!(cni(root, &cri, None).remedy.as_deref(), Some(remedy));
         for plugin in ["bridge", "portmap"] {
             write(root, &format!("usr/lib/cni/{plugin}"), "");
         }
@@ -225,7 +231,9 @@ mod tests {
         assert!(copied.starts_with("copy them from /var/lib/rancher/k3s/data/cni: k3s"), "{copied}");
         // With it in place of /opt/cni/bin, there would be no bridge.
         let one = "[CRI.cni]\nbin_dir = '/opt/cni/bin'\n";
-        assert_eq!(remedy(one, None), "install the CNI plugins in /opt/cni/bin");
+        assert!(
+            remedy(one, None).starts_with("install the CNI plugins in /opt/cni/bin; or install them by ")
+        );
         write(root, "var/lib/rancher/k3s/data/cni/bridge", "");
         assert!(remedy(one, None).starts_with("set `bin_dir` "), "{}", remedy(one, None));
     }

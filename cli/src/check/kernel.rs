@@ -2,10 +2,13 @@
 
 use std::{fs, path::Path, thread};
 
-use bulkhead_host_shim::operator::chain;
+use bulkhead_host_shim::operator::{chain, one_line};
 use bulkhead_vmm::{jail, kvm};
 
-use crate::check::finding::Finding;
+use crate::{
+    check::{distribution::Family, finding::Finding},
+    containerd::major_and_minor,
+};
 
 /// The modules that the network of pods needs. The kernel loads them itself if it has them.
 const NETWORK: [&str; 4] = ["tun", "sch_ingress", "cls_u32", "act_mirred"];
@@ -14,6 +17,32 @@ const MORE: [&str; 5] = ["nf_tables", "nft_chain_nat", "nft_redir", "cls_flower"
 
 /// The controllers of cgroups by which the host limits a pod.
 const CONTROLLERS: [&str; 4] = ["cpu", "cpuset", "memory", "pids"];
+
+/// The oldest kernel of a host. The VMM does not run without mount_setattr(2), by which it takes devices and programs
+/// away from all mounts of its jail at once. What else Bulkhead cannot do without is older: openat2(2) of Linux 5.6,
+/// pidfd_open(2) of 5.3, open_tree(2) and move_mount(2) of 5.2, and what the VMM needs of KVM. What is newer is used
+/// only if it is there: Landlock, core scheduling, and pages that are mapped before they are touched.
+const OLDEST: (u32, u32) = (5, 12);
+
+/// Whether the kernel is new enough.
+pub(super) fn release(root: &Path) -> Finding {
+    let check = "kernel";
+    let text = fs::read_to_string(root.join("proc/sys/kernel/osrelease")).unwrap_or_default();
+    let found = format!("Linux {}", one_line(text.trim()));
+    match major_and_minor(&text) {
+        Some(numbers) if numbers >= OLDEST => Finding::ok(check, found),
+        Some(_) => Finding::fail(
+            check,
+            format!("{found}: the VMM needs Linux 5.12 or later, for mount_setattr(2)"),
+            "boot a newer kernel, or update the distribution; Linux 6.12 was tested",
+        ),
+        None => Finding::warn(
+            check,
+            "its version is not known: /proc/sys/kernel/osrelease cannot be read",
+            "mount /proc; the VMM needs Linux 5.12 or later",
+        ),
+    }
+}
 
 /// Whether KVM can run a VM, by the code of the VMM. It makes one, which another hypervisor may prevent.
 pub(super) fn kvm(root: &Path) -> Finding {
@@ -59,10 +88,19 @@ pub(super) fn modules(root: &Path) -> Finding {
     let list = |name: &str| fs::read_to_string(directory.join(name)).unwrap_or_default();
     let (builtin, available) = (list("modules.builtin"), list("modules.dep"));
     let is_loaded = |name: &str| root.join("sys/module").join(name).exists();
+    let disabled = fs::read_to_string(root.join("proc/sys/kernel/modules_disabled"));
+    if disabled.is_ok_and(|text| text.trim() == "1") {
+        let lacks = |name: &&&str| !is_loaded(name) && !is_listed(&builtin, name);
+        return not_loadable(
+            &NETWORK.iter().filter(lacks).copied().collect::<Vec<_>>(),
+            &MORE.iter().filter(lacks).copied().collect::<Vec<_>>(),
+        );
+    }
     let lacks = |name: &&str| !is_loaded(name) && !is_listed(&builtin, name) && !is_listed(&available, name);
     let missing = |names: &[&'static str]| names.iter().copied().filter(lacks).collect::<Vec<_>>();
     let (of_network, more) = (missing(&NETWORK), missing(&MORE));
     let unlisted = builtin.is_empty() && available.is_empty();
+    let install = Family::of(root).install_modules();
     match (of_network.is_empty(), more.is_empty()) {
         (true, true) => {
             let all = [&NETWORK[..], &MORE].concat().join(", ");
@@ -76,23 +114,39 @@ pub(super) fn modules(root: &Path) -> Finding {
                 of_network.join(", ")
             ),
             format!(
-                "try `modprobe -a {}`; if that fails, install a kernel with these modules; pods with a network need \
-                 them",
+                "try `modprobe -a {}`; if that fails: {install}; pods with a network need these modules",
                 of_network.join(" ")
             ),
         ),
         (false, _) => Finding::fail(
             "modules",
             format!("the kernel has no {}", of_network.join(", ")),
-            "install the package with all modules of this kernel; pods with a network need these",
+            format!("{install}; pods with a network need these modules"),
         ),
         (true, false) => Finding::warn(
             "modules",
             format!("the kernel has no {}", more.join(", ")),
-            "install the package with all modules of this kernel; nf_tables, nft_chain_nat and nft_redir are for \
-             port-forward, cls_flower and act_ct for names of other servers that docker's name server is asked",
+            format!(
+                "{install}; nf_tables, nft_chain_nat and nft_redir are for port-forward, cls_flower and act_ct for \
+                 names of other servers that docker's name server is asked"
+            ),
         ),
     }
+}
+
+/// What is wrong on a host that loads no more modules, and lacks these.
+fn not_loadable(of_network: &[&str], more: &[&str]) -> Finding {
+    let all = [of_network, more].concat();
+    if all.is_empty() {
+        return Finding::ok("modules", "all are loaded or built in, and no others can be loaded");
+    }
+    Finding::bad(
+        of_network.is_empty(),
+        "modules",
+        format!("not loaded, and kernel.modules_disabled=1 lets nobody load them: {}", all.join(", ")),
+        "load them at boot before kernel.modules_disabled is set (modules-load.d(5)), and boot again; pods with a \
+         network, port-forward or docker's name server need them",
+    )
 }
 
 /// Whether a list of paths has the module: `kernel/drivers/net/tun.ko.xz:` is tun.
@@ -167,7 +221,10 @@ pub(super) fn apparmor(root: &Path) -> Finding {
         (true, false) => Finding::fail(
             "AppArmor",
             "enabled, but the kernel does not give back the policy of profiles",
-            "add apparmor.export_binary=1 to the kernel command line; containers with a profile do not start",
+            format!(
+                "{}; containers with a profile do not start",
+                Family::of(root).add_kernel_parameter("apparmor.export_binary=1")
+            ),
         ),
         (true, true) => Finding::ok("AppArmor", "enabled, and the guests get the profiles of containers"),
     }
@@ -232,6 +289,42 @@ mod tests {
     }
 
     #[test]
+    fn a_kernel_on_which_no_vm_starts_is_a_failure() {
+        let release = |text: &str| release(root(&[("proc/sys/kernel/osrelease", text)]).path());
+        for new in ["5.12.0\n", "5.14.0-570.el9.x86_64\n", "6.12.118+deb13-amd64\n", "10.0\n"] {
+            assert_eq!(release(new), Finding::ok("kernel", format!("Linux {}", new.trim())));
+        }
+        for old in ["5.11.22", "5.10.0-35-amd64", "4.18.0-553.el8", "3.10.0"] {
+            let finding = release(old);
+            let found = format!("Linux {old}: the VMM needs Linux 5.12 or later, for mount_setattr(2)");
+            assert_eq!((finding.status, finding.found), (Status::Fail, found));
+            assert!(finding.remedy.unwrap().starts_with("boot a newer kernel"));
+        }
+        assert_eq!(release("unknown").status, Status::Warn);
+        assert_eq!(super::release(root(&[]).path()).status, Status::Warn);
+    }
+
+    #[test]
+    fn a_remedy_is_one_of_the_distribution() {
+        let release = ("proc/sys/kernel/osrelease", "6.12.1\n");
+        let dep = ("lib/modules/6.12.1/modules.dep", "kernel/x.ko:\n");
+        let enabled = ("sys/module/apparmor/parameters/enabled", "Y\n");
+        let profiles = ("sys/kernel/security/apparmor/policy/profiles/a/name", "a\n");
+        for (system, install, update) in [
+            ("ID=ubuntu\nID_LIKE=debian\n", "linux-modules-extra-$(uname -r)", "update-grub"),
+            ("ID=fedora\n", "dnf install kernel-modules", "grubby"),
+            ("ID=sles\n", "zypper install kernel-default", "grub2-mkconfig"),
+            ("ID=arch\n", "pacman -S linux", "grub-mkconfig"),
+            ("ID=alpine\n", "install the package with all modules", "kernel command line"),
+        ] {
+            let dir = root(&[("etc/os-release", system), release, dep, enabled, profiles]);
+            let (modules, apparmor) =
+                (modules(dir.path()).remedy.unwrap(), apparmor(dir.path()).remedy.unwrap());
+            assert!(modules.contains(install) && apparmor.contains(update), "{modules}, {apparmor}");
+        }
+    }
+
+    #[test]
     fn modules_may_be_loaded_built_in_or_installed() {
         let release = ("proc/sys/kernel/osrelease", "6.12.1\n");
         let loaded = ("sys/module/tun/refcnt", "0");
@@ -250,6 +343,33 @@ mod tests {
         let missing = modules(root(&[release, builtin, dep]).path());
         assert_eq!((missing.status, missing.found.as_str()), (Status::Fail, "the kernel has no tun"));
         assert_eq!(modules(root(&[release, loaded]).path()).status, Status::Warn);
+    }
+
+    #[test]
+    fn a_module_that_may_not_be_loaded_any_more_is_missing() {
+        let dep: String =
+            [&NETWORK[..], &MORE].concat().iter().map(|name| format!("kernel/{name}.ko:\n")).collect();
+        let release = ("proc/sys/kernel/osrelease", "6.12.1\n");
+        let builtin = ("lib/modules/6.12.1/modules.builtin", "kernel/net/sched/cls_u32.ko\n");
+        let dep = ("lib/modules/6.12.1/modules.dep", dep.as_str());
+        let disabled = ("proc/sys/kernel/modules_disabled", "1\n");
+        assert_eq!(modules(root(&[release, builtin, dep, (disabled.0, "0\n")]).path()).status, Status::Ok);
+        let missing = modules(root(&[release, builtin, dep, disabled]).path());
+        assert!(
+            missing.status == Status::Fail && missing.found.contains("tun, sch_ingress, act_mirred"),
+            "{missing:?}"
+        );
+        let loaded = NETWORK.map(|name| format!("sys/module/{name}/refcnt"));
+        let mut files: Vec<_> = loaded.iter().map(|file| (file.as_str(), "")).collect();
+        files.extend([release, builtin, dep, disabled]);
+        let part = modules(root(&files).path());
+        assert!(
+            part.status == Status::Warn
+                && part.found.ends_with(": nf_tables, nft_chain_nat, nft_redir, cls_flower, act_ct")
+        );
+        let more = MORE.map(|name| format!("sys/module/{name}/refcnt"));
+        files.extend(more.iter().map(|file| (file.as_str(), "")));
+        assert_eq!(modules(root(&files).path()).status, Status::Ok);
     }
 
     #[test]

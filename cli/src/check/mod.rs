@@ -1,7 +1,9 @@
 //! `bulkhead check`: whether this host can run pods.
 
 mod cni;
+mod distribution;
 mod finding;
+mod http2;
 mod kernel;
 mod node;
 mod resources;
@@ -9,8 +11,10 @@ mod resources;
 use std::{
     io::{self, Write},
     path::Path,
+    time::Duration,
 };
 
+use bulkhead_host_shim::operator::{Config, chain};
 use rustix::process::geteuid;
 use toml::Table;
 
@@ -18,6 +22,8 @@ pub(crate) use cni::disabled;
 pub(crate) use finding::{Finding, Status};
 
 use crate::{
+    check::distribution::Family,
+    command_output,
     config_file::ConfigFile,
     containerd::{self, Containerd},
     output,
@@ -51,6 +57,7 @@ fn check_with(
 ) -> Vec<Finding> {
     let root = Path::new("/");
     let mut findings = vec![
+        kernel::release(root),
         kernel::processor(root),
         kernel::kvm(root),
         kernel::modules(root),
@@ -62,21 +69,40 @@ fn check_with(
     let configuration = is_there.then(configuration);
     let labels = matches!(&configuration, Some(Ok(configuration)) if containerd::labels(configuration));
     findings.extend(kernel::selinux(root, labels));
-    findings.push(node::version(version, containerd.generator()));
+    let family = Family::of(root);
+    findings.push(node::version(version, containerd.generator(), family));
     if let Some(configuration) = configuration {
         let cni = configuration.as_ref().ok().map(|it| cni::cni(root, it, containerd.generator()));
         findings.extend([node::socket(root, containerd), node::handler(configuration)]);
         findings.extend(cni);
     }
     findings.push(node::shim(root));
-    let (finding, config) = node::configuration(config);
+    let (finding, config) = configuration_within(PARTS, config);
     findings.push(finding);
     // With a configuration that cannot be read, no VM starts. The defaults show what else is wrong.
     let config = config.unwrap_or_default();
     findings.push(resources::memory(root, &config));
     findings.push(resources::run(Path::new("/run"), &config));
-    findings.push(node::pasta(pasta()));
+    findings.push(node::pasta(pasta(), family));
     findings
+}
+
+/// How long the configuration and the parts that it names may take. One of them is a program, which has a limit itself.
+const PARTS: Duration = Duration::from_secs(if cfg!(test) { 2 } else { 30 });
+
+/// [`node::configuration`], but a disk or a file server that hangs does not keep the other findings back.
+fn configuration_within(limit: Duration, file: &ConfigFile) -> (Finding, Option<Config>) {
+    let asked = file.clone();
+    let found = match command_output::within(limit, move || node::configuration(&asked)) {
+        Ok(Some(found)) => return found,
+        Ok(None) => {
+            let path = file.path();
+            format!("{}, or a part that it names, cannot be looked at within {limit:?}", path.display())
+        }
+        Err(error) => format!("it cannot be looked at: {}", chain(&error)),
+    };
+    const REMEDY: &str = "look at the disks and file servers that they are on: one of them hangs";
+    (Finding::fail("configuration", found, REMEDY), None)
 }
 
 /// Whether pods of Kubernetes will have a network, by the configuration of a containerd that has a handler for them, or
@@ -103,6 +129,8 @@ pub(crate) fn print(out: &mut impl Write, findings: &[Finding], is_json: bool) -
 
 #[cfg(test)]
 mod tests {
+    use rustix::fs::{CWD, FileType, Mode, mknodat};
+
     use super::*;
 
     #[test]
@@ -152,13 +180,29 @@ mod tests {
     }
 
     #[test]
+    fn parts_on_a_disk_that_hangs_keep_no_finding_back() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("config.toml");
+        // Whoever opens it waits for somebody who writes.
+        mknodat(CWD, &path, FileType::Fifo, Mode::RUSR, 0).unwrap();
+        let containerd = Containerd::of("/etc/containerd/config.toml".into());
+        let missing = Err(io::ErrorKind::NotFound.into());
+        let findings =
+            check_with(&ConfigFile { config: Some(path) }, &containerd, missing, || Ok(Table::new()));
+        let configuration = findings.iter().find(|finding| finding.check == "configuration").unwrap();
+        assert_eq!(configuration.status, Status::Fail);
+        assert!(configuration.found.ends_with("cannot be looked at within 2s"), "{configuration:?}");
+        assert!(findings.iter().any(|finding| finding.check == "pasta"), "{findings:?}");
+    }
+
+    #[test]
     fn this_machine_is_checked_without_a_panic() {
         let containerd = Containerd::of("/etc/containerd/config.toml".into());
         let findings = check(&ConfigFile { config: None }, &containerd);
         // Nothing is asked of a containerd that is not there.
         let sometimes = ["SELinux", "not root"];
         let always = findings.iter().filter(|finding| !sometimes.contains(&finding.check.as_str())).count();
-        assert!([12, 15].contains(&always), "{findings:#?}");
+        assert!([13, 16].contains(&always), "{findings:#?}");
         assert!(findings.iter().all(|it| it.status == Status::Ok || it.remedy.is_some()), "{findings:#?}");
     }
 }

@@ -2,7 +2,7 @@
 
 use std::{
     io,
-    os::unix::{fs::MetadataExt, net::UnixStream},
+    os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
     time::{Duration, SystemTime},
 };
@@ -10,7 +10,7 @@ use std::{
 use bulkhead_host_shim::operator::{Config, VERSION, chain, one_line};
 
 use crate::{
-    check::finding::Finding,
+    check::{distribution::Family, finding::Finding, http2},
     command_output,
     config_file::ConfigFile,
     containerd::{self, Containerd, RUNTIME},
@@ -21,8 +21,8 @@ use crate::{
 const SHIM_DIRECTORIES: [&str; 6] = ["usr/local/sbin", "usr/local/bin", "usr/sbin", "usr/bin", "sbin", "bin"];
 const SHIM: &str = "containerd-shim-bulkhead-v2";
 
-/// How long containerd may take to accept a connection.
-const ANSWER: Duration = Duration::from_secs(5);
+/// How long containerd may take to answer.
+const ANSWER: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 5 });
 
 /// The oldest containerd.
 const OLDEST: (u32, u32) = (1, 6);
@@ -32,15 +32,15 @@ const TESTED: [(u32, u32); 3] = [(1, 6), (1, 7), (2, 1)];
 
 /// Whether containerd is there, and has a version that Bulkhead was tested with. `generator`: it is a part of k3s or
 /// RKE2, which generates its configuration.
-pub(super) fn version(version: io::Result<String>, generator: Option<&str>) -> Finding {
+pub(super) fn version(version: io::Result<String>, generator: Option<&str>, family: Family) -> Finding {
     let check = "containerd";
     let text = match version {
         Ok(text) => one_line(&text),
         Err(error) => {
             let found = format!("its version is not known: {}", chain(&error));
             let remedy = match error.kind() {
-                io::ErrorKind::NotFound => "install containerd 1.6, 1.7 or 2.1, with containerd in PATH",
-                _ => "run `containerd --version` as root, and fix what it complains about",
+                io::ErrorKind::NotFound => format!("{}, with containerd in PATH", install(family)),
+                _ => "run `containerd --version` as root, and fix what it complains about".into(),
             };
             return Finding::fail(check, found, remedy);
         }
@@ -51,9 +51,7 @@ pub(super) fn version(version: io::Result<String>, generator: Option<&str>) -> F
         Some(generator) => format!("version {text}, of {generator}"),
     };
     match containerd::major_and_minor(&text) {
-        Some(numbers) if numbers < OLDEST => {
-            Finding::fail(check, found, "install containerd 1.6, 1.7 or 2.1")
-        }
+        Some(numbers) if numbers < OLDEST => Finding::fail(check, found, install(family)),
         Some(numbers) if TESTED.contains(&numbers) => match generator {
             None => Finding::ok(check, found),
             Some(generator) => {
@@ -68,21 +66,31 @@ pub(super) fn version(version: io::Result<String>, generator: Option<&str>) -> F
     }
 }
 
+fn install(family: Family) -> String {
+    format!("install containerd 1.6, 1.7 or 2.1: {}", family.install_containerd())
+}
+
 /// Whether a program of `bulkhead run` can have a network. Pods do not need pasta.
-pub(super) fn pasta(pasta: io::Result<Pasta>) -> Finding {
+pub(super) fn pasta(pasta: io::Result<Pasta>, family: Family) -> Finding {
     const FOR: &str = "only `bulkhead run --network nat` needs it";
     let check = "pasta";
     match pasta {
         Ok(Pasta::Fit) => Finding::ok(check, "for `bulkhead run --network nat`"),
-        Ok(Pasta::Missing) => Finding::ok(check, format!("not installed (package passt); {FOR}")),
+        Ok(Pasta::Missing) => {
+            Finding::ok(check, format!("not installed ({}); {FOR}", family.install_pasta()))
+        }
         Ok(Pasta::Old) => {
             let found = format!("older than 2025, and is not used; {FOR}");
-            Finding::warn(check, found, "install a newer passt, such as that of Debian 13, or remove it")
+            let remedy = match family {
+                Family::Debian => "install a newer passt, as Debian 13 has it, or remove it",
+                _ => "install a newer passt, or remove it",
+            };
+            Finding::warn(check, found, remedy)
         }
         Err(error) => Finding::warn(
             check,
             format!("`pasta --help` fails: {}; {FOR}", chain(&error)),
-            "install the package passt again, or remove it",
+            format!("install it again ({}), or remove it", family.install_pasta()),
         ),
     }
 }
@@ -96,15 +104,30 @@ pub(super) fn socket(root: &Path, containerd: &Containerd) -> Finding {
         let remedy = format!("run `systemctl start` for {units}, unless containerd has another socket");
         Finding::warn(check, found, remedy)
     };
-    // A containerd that was killed leaves its socket, and one that hangs may accept nobody.
+    let late = || {
+        let found = format!("it does not answer at {socket} within {ANSWER:?}: it hangs, or is very busy");
+        let remedy =
+            format!("look at its log (`journalctl --unit`), and run `systemctl restart` for {units}");
+        Finding::warn(check, found, remedy)
+    };
+    // A containerd that was killed leaves its socket, and one that hangs may accept nobody. If it hangs, the kernel
+    // accepts connections for it.
     let asked = path.clone();
-    match command_output::within(ANSWER, move || UnixStream::connect(asked).map(drop)) {
-        Ok(Some(Ok(()))) => {}
-        Ok(None) => return does_not_run(format!("nobody has answered at {socket} within {ANSWER:?}")),
+    match command_output::within(ANSWER, move || http2::greet(&asked, ANSWER)) {
+        Ok(Some(Ok(true))) => {}
+        Ok(Some(Ok(false))) => {
+            return Finding::warn(
+                check,
+                format!("what answers at {socket} does not speak gRPC, so it is not containerd"),
+                format!("end it (`ss -xlp` shows it), and run `systemctl restart` for {units}"),
+            );
+        }
+        Ok(None) => return late(),
         Ok(Some(Err(error))) | Err(error) => {
             return match error.kind() {
                 io::ErrorKind::NotFound => does_not_run(format!("there is no {socket}")),
                 io::ErrorKind::PermissionDenied => Finding::ok(check, socket),
+                io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => late(),
                 _ => does_not_run(format!("nobody answers at {socket}: {}", chain(&error))),
             };
         }
@@ -209,7 +232,7 @@ fn version_of(program: &Path, option: &str) -> Result<(), String> {
     }
 }
 
-/// The configuration of Bulkhead, and whether the files that it names are there and belong together.
+/// The configuration of Bulkhead, and whether the files that it names are there, are whole and belong together.
 pub(super) fn configuration(file: &ConfigFile) -> (Finding, Option<Config>) {
     let loaded = file.load().and_then(|config| {
         config.check_files()?;
@@ -228,8 +251,19 @@ pub(super) fn configuration(file: &ConfigFile) -> (Finding, Option<Config>) {
         (false, true) => format!("there is no {}, so the defaults hold", path.display()),
         (false, false) => format!("there is no {}, only drop-ins", path.display()),
     };
+    let unchecked = match config.check_boot_files() {
+        Ok(unchecked) => unchecked.map(|unchecked| format!("; {}", one_line(&unchecked))).unwrap_or_default(),
+        Err(error) => {
+            let remedy = error.remedy();
+            let finding = Finding::error("configuration", &error, remedy.as_deref(), "look at its storage");
+            return (finding, Some(config));
+        }
+    };
     let finding = match version_of(&config.vmm, "--version") {
-        Ok(()) => Finding::ok("configuration", format!("{origin}; the parts are there, version {VERSION}")),
+        Ok(()) => {
+            let found = format!("{origin}; the parts are there, version {VERSION}{unchecked}");
+            Finding::ok("configuration", found)
+        }
         Err(found) => Finding::fail("configuration", found, ONE_VERSION),
     };
     (finding, Some(config))
@@ -239,10 +273,17 @@ pub(super) fn configuration(file: &ConfigFile) -> (Finding, Option<Config>) {
 mod tests {
     use std::{
         fs,
+        io::{Read, Write},
         os::unix::{
             fs::{PermissionsExt, symlink},
-            net::UnixListener,
+            net::{UnixListener, UnixStream},
         },
+        sync::{
+            Arc,
+            atomic::{AtomicBool, Ordering},
+        },
+        thread,
+        time::Instant,
     };
 
     use rustix::fs::{AtFlags, CWD, Timespec, Timestamps, utimensat};
@@ -252,24 +293,26 @@ mod tests {
 
     #[test]
     fn versions_are_judged() {
-        let status = |text: &str| version(Ok(text.into()), None).status;
+        let status = |text: &str| version(Ok(text.into()), None, Family::Suse).status;
         assert_eq!(["1.6.20~ds1", "1.7.24", "2.1.9"].map(status), [Status::Ok; 3]);
         assert_eq!(["1.8.0", "2.0.5", "2.2.0", "3.0.0", "new"].map(status), [Status::Warn; 5]);
         assert_eq!(status("1.5.9"), Status::Fail);
-        let k3s = version(Ok("2.1.9-k3s1".into()), Some("k3s"));
+        let k3s = version(Ok("2.1.9-k3s1".into()), Some("k3s"), Family::Suse);
         assert!(k3s.status == Status::Warn && k3s.found == "version 2.1.9-k3s1, of k3s", "{k3s:?}");
-        let missing = version(Err(io::ErrorKind::NotFound.into()), None);
-        assert!(missing.status == Status::Fail && missing.remedy.unwrap().starts_with("install containerd"));
-        let denied = version(Err(io::ErrorKind::PermissionDenied.into()), None);
+        let missing = version(Err(io::ErrorKind::NotFound.into()), None, Family::Suse);
+        let remedy =
+            "install containerd 1.6, 1.7 or 2.1: `zypper install containerd`, with containerd in PATH";
+        assert_eq!((missing.status, missing.remedy.as_deref()), (Status::Fail, Some(remedy)));
+        let denied = version(Err(io::ErrorKind::PermissionDenied.into()), None, Family::Suse);
         assert!(denied.status == Status::Fail && !denied.remedy.unwrap().contains("install"));
     }
 
     #[test]
     fn a_missing_pasta_keeps_no_pod_from_running() {
-        let found = |pasta| self::pasta(pasta);
+        let found = |pasta| self::pasta(pasta, Family::Arch);
         assert_eq!(found(Ok(Pasta::Fit)).status, Status::Ok);
         let missing = found(Ok(Pasta::Missing));
-        assert!(missing.status == Status::Ok && missing.found.contains("package passt"), "{missing:?}");
+        assert!(missing.status == Status::Ok && missing.found.contains("`pacman -S passt`"), "{missing:?}");
         let broken = found(Err(io::ErrorKind::PermissionDenied.into()));
         for other in [found(Ok(Pasta::Old)), broken] {
             assert!(other.status == Status::Warn && other.remedy.is_some(), "{other:?}");
@@ -288,14 +331,43 @@ mod tests {
         assert_eq!(handler(&with("io.containerd.runc.v2")).status, Status::Warn);
     }
 
+    /// An ELF file with one segment of one byte (elf(5)).
+    fn kernel() -> Vec<u8> {
+        let mut elf = vec![0; 64 + 56 + 1];
+        elf[..6].copy_from_slice(b"\x7fELF\x02\x01");
+        (elf[18], elf[32], elf[56]) = (62, 64, 1);
+        (elf[64], elf[64 + 8], elf[64 + 32]) = (1, 64 + 56, 1);
+        elf
+    }
+
+    /// An archive of cpio with an empty /init.
+    fn initramfs() -> String {
+        let entry = |name: &str| {
+            let name_size = name.len() + 1;
+            let header = format!("070701{:088x}{name_size:08x}{:08x}{name}\0", 0, 0);
+            let padding = header.len().next_multiple_of(4) - header.len();
+            header + &"\0".repeat(padding)
+        };
+        entry("init") + &entry("TRAILER!!!")
+    }
+
     #[test]
     fn the_parts_must_be_there_and_of_this_version() {
         let dir = tempfile::tempdir().unwrap();
         let at = |name: &str| dir.path().join(name);
         let write = |config: &str| fs::write(at("config.toml"), config).unwrap();
-        let (vmm, parts) =
-            (at("vmm"), format!("kernel = {0:?}\ninitramfs = {0:?}\nvmm = {0:?}\n", at("vmm")));
+        let (vmm, parts) = (
+            at("vmm"),
+            format!(
+                "kernel = {:?}\ninitramfs = {:?}\nvmm = {:?}\n",
+                at("kernel"),
+                at("initramfs"),
+                at("vmm")
+            ),
+        );
         write(&parts);
+        fs::write(at("kernel"), kernel()).unwrap();
+        fs::write(at("initramfs"), initramfs()).unwrap();
         let file = ConfigFile { config: Some(at("config.toml")) };
         let check = || configuration(&file).0;
         assert_eq!(
@@ -309,6 +381,25 @@ mod tests {
         };
         vmm_says(&format!("bulkhead-vmm {VERSION}"));
         assert_eq!(check().status, Status::Ok, "{:?}", check());
+        for (part, remedy) in [
+            ("kernel", "install Bulkhead again, or set `kernel` in "),
+            ("initramfs", "install Bulkhead again, or set `initramfs` in "),
+        ] {
+            let whole = fs::read(at(part)).unwrap();
+            fs::write(at(part), &whole[..whole.len() - 5]).unwrap();
+            let damaged = check();
+            let is_named = damaged.found.starts_with(&format!("{part} {}: ", at(part).display()));
+            assert!(damaged.status == Status::Fail && is_named, "{damaged:?}");
+            assert!(damaged.remedy.as_deref().unwrap().starts_with(remedy), "{damaged:?}");
+            fs::write(at(part), whole).unwrap();
+        }
+        // Linux takes a compressed one.
+        fs::write(at("initramfs"), b"\x28\xb5\x2f\xfd...").unwrap();
+        let compressed = check();
+        assert!(
+            compressed.status == Status::Ok && compressed.found.ends_with("compressed by zstd"),
+            "{compressed:?}"
+        );
         vmm_says("bulkhead-vmm 0.0.1");
         assert!(check().found.contains("is `bulkhead-vmm 0.0.1`"), "{:?}", check());
         write("kernle = '/k'\n");
@@ -360,7 +451,7 @@ mod tests {
         let at = |path: &str| dir.path().join(path);
         fs::create_dir_all(at("run/containerd")).unwrap();
         let socket = at("run/containerd/containerd.sock");
-        let served = UnixListener::bind(&socket).unwrap();
+        let served = served(&socket, SETTINGS);
         assert_eq!(finding().status, Status::Ok);
         let (directory, main) = (at("etc/containerd/conf.d"), at("etc/containerd/config.toml"));
         let drop_in = directory.join("bulkhead.toml");
@@ -416,7 +507,89 @@ mod tests {
         assert!(late().ends_with("etc/containerd after its start"), "{}", late());
         start();
         assert_eq!(finding().status, Status::Ok);
-        drop(served);
+        served.end(&socket);
         assert!(finding().found.starts_with("nobody answers at"), "{:?}", finding());
+    }
+
+    /// What a server of HTTP/2 says first: an empty frame SETTINGS.
+    const SETTINGS: &[u8] = &[0, 0, 0, 4, 0, 0, 0, 0, 0];
+
+    /// A server that has read the greeting of a client, and answers with these bytes.
+    struct Served {
+        thread: thread::JoinHandle<()>,
+        ends: Arc<AtomicBool>,
+    }
+
+    fn served(socket: &Path, answer: &'static [u8]) -> Served {
+        let listener = UnixListener::bind(socket).unwrap();
+        let ends = Arc::<AtomicBool>::default();
+        let is_end = Arc::clone(&ends);
+        let thread = thread::spawn(move || {
+            for client in listener.incoming() {
+                let mut client = client.unwrap();
+                if is_end.load(Ordering::Relaxed) {
+                    return;
+                }
+                let mut greeting = [0; 24 + 9];
+                client.read_exact(&mut greeting).unwrap();
+                assert_eq!(&greeting[..24], b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n");
+                assert_eq!(&greeting[24..], SETTINGS);
+                client.write_all(answer).unwrap();
+            }
+        });
+        Served { thread, ends }
+    }
+
+    impl Served {
+        /// Ends the server, whose socket stays.
+        fn end(self, socket: &Path) {
+            self.ends.store(true, Ordering::Relaxed);
+            drop(UnixStream::connect(socket).unwrap());
+            self.thread.join().unwrap();
+        }
+    }
+
+    #[test]
+    fn who_takes_connections_but_is_no_containerd_that_answers_is_told_apart() {
+        for (answer, is_containerd) in [
+            (SETTINGS, true),
+            (&[0, 0, 6, 4, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 100], true),
+            // Another frame, an acknowledgement, a frame of a stream, half a setting, and half a frame.
+            (&[0, 0, 0, 6, 0, 0, 0, 0, 0], false),
+            (&[0, 0, 0, 4, 1, 0, 0, 0, 0], false),
+            (&[0, 0, 0, 4, 0, 0, 0, 0, 1], false),
+            (&[0, 0, 5, 4, 0, 0, 0, 0, 0], false),
+            (&[0, 0, 0, 4], false),
+            (b"", false),
+            (b"HTTP/1.1 400 Bad Request\r\n\r\n", false),
+        ] {
+            let dir = tempfile::tempdir().unwrap();
+            let socket = dir.path().join("run/containerd/containerd.sock");
+            fs::create_dir_all(socket.parent().unwrap()).unwrap();
+            let served = served(&socket, answer);
+            let finding = super::socket(dir.path(), &Containerd::of("/etc/containerd/config.toml".into()));
+            served.end(&socket);
+            if is_containerd {
+                assert_eq!(finding.status, Status::Ok, "{answer:?}: {finding:?}");
+            } else {
+                let is_foreign = finding.found.contains("does not speak gRPC, so it is not containerd");
+                assert!(finding.status == Status::Warn && is_foreign, "{answer:?}: {finding:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_containerd_that_takes_connections_and_never_answers_hangs() {
+        let dir = tempfile::tempdir().unwrap();
+        let socket = dir.path().join("run/containerd/containerd.sock");
+        fs::create_dir_all(socket.parent().unwrap()).unwrap();
+        let _hangs = UnixListener::bind(&socket).unwrap();
+        let begun = Instant::now();
+        let finding = super::socket(dir.path(), &Containerd::of("/etc/containerd/config.toml".into()));
+        assert!(begun.elapsed() < Duration::from_secs(60));
+        let is_late =
+            finding.found.starts_with("it does not answer at /run/containerd/containerd.sock within");
+        assert!(finding.status == Status::Warn && is_late, "{finding:?}");
+        assert!(finding.remedy.unwrap().ends_with("run `systemctl restart` for containerd"));
     }
 }

@@ -6,7 +6,7 @@ use std::{
     fmt::{Display, Write},
 };
 
-use bulkhead_host_shim::operator::{Node, PodState, Pressure, Sample, TemplateState, VERSION};
+use bulkhead_host_shim::operator::{COMMIT, Node, PodState, Pressure, Sample, TemplateState, VERSION};
 
 /// What a client is told that the text is.
 pub(super) const CONTENT_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
@@ -50,11 +50,6 @@ fn of_with(sample: &Sample, name: &'static str, value: &str) -> Labels {
     labels
 }
 
-/// Whether the pod has a shim that lives, and was never up: its VMM does not answer yet.
-fn is_starting(sample: &Sample) -> bool {
-    sample.pod.state == PodState::Running && sample.start.is_none() && !sample.is_up
-}
-
 /// One number of each pod. None: it is not known, and there is no value.
 struct Each {
     name: &'static str,
@@ -66,9 +61,10 @@ struct Each {
 const EACH: [Each; 24] = [
     Each {
         name: "bulkhead_pod_up",
-        help: "Whether the shim of the pod lives and its VMM answers. A pod that starts has no value.",
+        help: "Whether the shim of the pod lives and its VMM answers. If that is not known, as while the pod starts, \
+               there is no value.",
         kind: Kind::Gauge,
-        number: |sample| (!is_starting(sample)).then_some(sample.is_up.into()),
+        number: |sample| sample.is_up.map(u64::from),
     },
     Each {
         name: "bulkhead_pod_problems",
@@ -215,8 +211,12 @@ const EACH: [Each; 24] = [
 
 impl Exposition {
     fn node(&mut self, node: &Node) {
-        let version = vec![("version", VERSION.to_owned())];
-        self.gauge("bulkhead_build_info", "The version of Bulkhead.", [(version, 1)]);
+        let build = vec![("version", VERSION.to_owned()), ("commit", COMMIT.to_owned())];
+        self.gauge(
+            "bulkhead_build_info",
+            "The version of Bulkhead, and the commit of its source.",
+            [(build, 1)],
+        );
         let states = [
             (PodState::Running, "running"),
             (PodState::Crashed, "crashed"),

@@ -34,6 +34,7 @@ pub use crate::{
     host::state_dir::{CONSOLE, STATE_ROOT},
     pod::container_role::{CONTAINER_NAME, CONTAINER_TYPE, CRI_NAMESPACE, SANDBOX_TYPE},
     types::{
+        build::{COMMIT, VERSION, version_and_commit},
         config::{CONFIG_PATH, Config, ConfigError, Setting},
         error::chain,
         event::PodEvent,
@@ -43,6 +44,3 @@ pub use crate::{
         traceparent::{NotATraceparent, Traceparent},
     },
 };
-
-/// The version of Bulkhead.
-pub const VERSION: &str = env!("CARGO_PKG_VERSION");

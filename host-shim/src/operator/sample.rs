@@ -14,13 +14,14 @@ use std::{
     time::{Duration, Instant},
 };
 
+use rustix::io::Errno;
 use serde::Serialize;
 
 use crate::{
     operator::{
         events,
         failures::failures,
-        pods::{self, Pod, VmmConfig},
+        pods::{self, Pod, PodState, VmmConfig},
         start,
         templates::{Template, templates_of},
         usage::{self, Usage},
@@ -44,8 +45,8 @@ pub struct Sample {
     /// What `bulkhead ps` shows. If the pod could not be looked at in time, only its names are known.
     #[serde(flatten)]
     pub pod: Pod,
-    /// Its shim lives, and its VMM answers.
-    pub is_up: bool,
+    /// Whether its shim lives and its VMM answers. None: that is not known, as while it starts.
+    pub is_up: Option<bool>,
     /// What it uses.
     pub usage: Usage,
     /// How many processes of its containers the guest's kernel has killed, because memory was short. None: its shim
@@ -251,17 +252,35 @@ fn without_answer(path: &Path, reason: &str) -> Sample {
 
 /// A pod of which nothing more is known.
 fn with_nothing_more(pod: Pod) -> Sample {
-    Sample { pod, is_up: false, usage: Usage::default(), container_oom_kills: None, start: None }
+    Sample { pod, is_up: None, usage: Usage::default(), container_oom_kills: None, start: None }
+}
+
+/// Whether a pod is up whose VMM, if it lives, has answered this. What keeps this process from asking says nothing of
+/// the pod, and neither does a pod that starts: its VMM does not answer yet.
+fn is_up(sample: &Sample, answer: Option<&Answer>) -> Option<bool> {
+    match (sample.pod.state, answer) {
+        (PodState::Unknown, _) => None,
+        (PodState::Crashed | PodState::Leftover, _) => Some(false),
+        (PodState::Running, Some(Ok(_))) => Some(true),
+        (PodState::Running, Some(Err(error))) if cannot_ask(error) => None,
+        (PodState::Running, _) => sample.start.as_ref().map(|_| false),
+    }
+}
+
+/// Whether this process lacks what it takes to ask.
+fn cannot_ask(error: &io::Error) -> bool {
+    let errno = Errno::from_io_error(error);
+    matches!(errno, Some(Errno::MFILE | Errno::NFILE | Errno::NOMEM | Errno::ACCESS | Errno::PERM))
 }
 
 /// What was found, with the answer of the VMM. None: it has not answered in time.
 fn with_answer(looked: Looked, answer: Option<Answer>) -> Sample {
     let Looked { mut sample, vmm } = looked;
+    sample.is_up = is_up(&sample, answer.as_ref());
     let problem = match answer {
         Some(Ok(answer)) => {
             sample.usage.file_requests = answer.file_requests;
             sample.usage.devices = answer.devices;
-            sample.is_up = sample.pod.shim_pid.is_some();
             return sample;
         }
         // Its VMM is gone, which the rest of the sample says.
@@ -291,7 +310,7 @@ fn look(path: &Path) -> Option<Looked> {
         }
     };
     let container_oom_kills = events::oom_kills(path);
-    let sample = Sample { pod, is_up: false, usage, container_oom_kills, start };
+    let sample = Sample { pod, is_up: None, usage, container_oom_kills, start };
     path.exists().then(|| Looked { sample, vmm: vmm.map(|(_, config)| config) })
 }
 
@@ -313,7 +332,7 @@ mod tests {
             process_id::ProcessId,
             state_dir::{self, StateDir},
         },
-        operator::{self, pods::PodState},
+        operator,
         types::timeline::Timeline,
     };
 
@@ -330,14 +349,15 @@ mod tests {
                 LOOKS.fetch_add(1, Ordering::Relaxed);
                 thread::sleep(Duration::from_secs(3600));
             }
-            let sample = Sample { is_up: true, ..without_answer(path, "a test") };
+            let mut sample = without_answer(path, "a test");
+            sample.pod.state = PodState::Crashed;
             Some(Looked { sample, vmm: None })
         };
         for _ in 0..2 {
             let begun = Instant::now();
             let node = sampler.sample_within(dir.path(), Duration::from_millis(500), look).unwrap();
             let up: Vec<_> = node.pods.iter().map(|it| (it.pod.id.as_str(), it.is_up)).collect();
-            assert_eq!(up, [("good", true), ("hangs", false)]);
+            assert_eq!(up, [("good", Some(false)), ("hangs", None)]);
             assert!(begun.elapsed() < Duration::from_secs(60));
         }
         assert_eq!(LOOKS.load(Ordering::Relaxed), 1);
@@ -374,7 +394,7 @@ mod tests {
         let path = pod(dir.path());
         let node = Sampler::default().sample(dir.path()).unwrap();
         let [sample] = node.pods.as_slice() else { panic!("{node:?}") };
-        assert_eq!((sample.pod.state, sample.is_up, &sample.start), (PodState::Running, false, &None));
+        assert_eq!((sample.pod.state, sample.is_up, &sample.start), (PodState::Running, None, &None));
         assert!(sample.pod.problems[0].starts_with("the VMM does not answer: "), "{sample:?}");
         assert!(sample.usage.threads.is_some_and(|threads| threads > 0) && sample.usage.cpu.is_some());
         assert_eq!(node.templates, Some(Vec::new()));
@@ -385,7 +405,9 @@ mod tests {
         state_dir::add_to_start_record(&file, &StartRecord { began_unix_us: 1, ..record.clone() }).unwrap();
         state_dir::add_to_start_record(&file, &record).unwrap();
         (&file).write_all(b"{\"a part").unwrap();
-        assert_eq!(start().start, Some(record));
+        let started = start();
+        // It was up before.
+        assert_eq!((started.start, started.is_up), (Some(record), Some(false)));
         // A pod of an older version.
         let old = r#"{"version":1,"began_unix_us":1,"vm":"boot","phases":[{"step":"create","begin_us":0,"duration_us":2}]}"#;
         fs::write(path.join("start.json"), format!("{old}\n")).unwrap();
@@ -395,6 +417,30 @@ mod tests {
             let problems = start().pod.problems.join("\n");
             assert!(problems.contains(problem), "{problems}");
         }
+    }
+
+    #[test]
+    fn whether_a_pod_is_up_is_said_only_if_it_is_known() {
+        let of = |state, has_started: bool, answer: Option<Answer>| {
+            let mut sample = without_answer(Path::new("/c/ns/pod"), "a test");
+            sample.pod.state = state;
+            sample.start = has_started.then(|| Timeline::default().record());
+            is_up(&sample, answer.as_ref())
+        };
+        let ok = || Some(Ok(usage::Answer::default()));
+        let failed = |errno: Errno| Some(Err(errno.into()));
+        assert_eq!(of(PodState::Running, false, ok()), Some(true));
+        assert_eq!(of(PodState::Running, false, None), None);
+        assert_eq!(of(PodState::Running, true, None), Some(false));
+        for errno in [Errno::AGAIN, Errno::CONNREFUSED, Errno::NOENT] {
+            assert_eq!(of(PodState::Running, true, failed(errno)), Some(false), "{errno}");
+        }
+        for errno in [Errno::MFILE, Errno::NFILE, Errno::NOMEM, Errno::ACCESS, Errno::PERM] {
+            assert_eq!(of(PodState::Running, true, failed(errno)), None, "{errno}");
+        }
+        assert_eq!(of(PodState::Crashed, false, None), Some(false));
+        assert_eq!(of(PodState::Leftover, true, ok()), Some(false));
+        assert_eq!(of(PodState::Unknown, true, None), None);
     }
 
     #[test]
@@ -444,7 +490,7 @@ mod tests {
             .unwrap()
             .pods
             .remove(0);
-        assert_eq!((sample.is_up, &sample.pod.problems[..]), (true, &[][..]));
+        assert_eq!((sample.is_up, &sample.pod.problems[..]), (Some(true), &[][..]));
         assert_eq!((sample.pod.vcpus, sample.pod.template), (Some(2), Some("/t".into())));
         assert!(sample.usage.threads.is_some());
         assert_eq!(sample.usage.file_requests, [("share".to_owned(), 3)]);
@@ -463,12 +509,12 @@ mod tests {
         let late = sample(Duration::from_millis(500));
         assert_eq!(
             (late.is_up, late.pod.problems.as_slice()),
-            (false, &["the VMM does not answer in time".into()][..])
+            (None, &["the VMM does not answer in time".into()][..])
         );
         // It waits for nobody now.
         let begun = Instant::now();
         let again = sample(Duration::from_secs(3600));
-        assert!(begun.elapsed() < Duration::from_secs(60) && !again.is_up);
+        assert!(begun.elapsed() < Duration::from_secs(60) && again.is_up.is_none());
         assert!(again.usage.threads.is_some() && again.pod.memory_bytes.is_some());
         let (mut client, _) = listener.accept().unwrap();
         assert_eq!(listener.accept().unwrap_err().kind(), io::ErrorKind::WouldBlock);
@@ -485,7 +531,11 @@ mod tests {
         let vmm = vmm_that_answers(listener, format!("{answer}\n"));
         let up = sample(Duration::from_secs(60));
         let problems = up.pod.problems;
-        assert_eq!((up.is_up, up.usage.file_requests), (true, vec![("share".to_owned(), 3)]), "{problems:?}");
+        assert_eq!(
+            (up.is_up, up.usage.file_requests),
+            (Some(true), vec![("share".to_owned(), 3)]),
+            "{problems:?}"
+        );
         vmm.join().unwrap();
     }
 }

@@ -35,7 +35,11 @@ fn whole_lines(path: &Path, longest: u64) -> io::Result<Option<Vec<u8>>> {
         other => other?,
     };
     let mut text = Vec::new();
-    file.take(longest).read_to_end(&mut text)?;
+    if file.take(longest + 1).read_to_end(&mut text)? as u64 > longest {
+        return Err(io::Error::other(format!(
+            "it has more than {longest} bytes, and no shim writes so many"
+        )));
+    }
     text.truncate(text.iter().rposition(|byte| *byte == b'\n').unwrap_or(0));
     Ok(Some(text))
 }

@@ -8,6 +8,8 @@ use containerd_shim_protos::types::introspection::{RuntimeInfo, RuntimeVersion};
 use protobuf::well_known_types::any::Any;
 use serde_json::{Value, json};
 
+use crate::types::build;
+
 const NAME: &str = "io.containerd.bulkhead.v2";
 
 /// The type of the features structure of the OCI runtime-spec, for containerd.
@@ -19,7 +21,8 @@ const HOOKS: [&str; 4] = ["prestart", "createRuntime", "poststart", "poststop"];
 /// Describes the runtime.
 pub(crate) fn info() -> RuntimeInfo {
     let mut version = RuntimeVersion::new();
-    version.version = env!("CARGO_PKG_VERSION").into();
+    version.version = build::VERSION.into();
+    version.revision = build::COMMIT.into();
     let mut described = Any::new();
     described.type_url = FEATURES.into();
     described.value = features().to_string().into_bytes();

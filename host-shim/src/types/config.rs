@@ -12,7 +12,10 @@ use serde::{Deserialize, Serialize};
 use strsim::damerau_levenshtein;
 use toml::{Table, de::DeTable};
 
-use crate::types::text::one_line;
+use crate::types::{
+    boot_files::{self, Flaw},
+    text::one_line,
+};
 
 /// The default path of the configuration.
 pub const CONFIG_PATH: &str = "/etc/bulkhead/config.toml";
@@ -188,6 +191,8 @@ pub enum ConfigError {
     Range { path: PathBuf, field: &'static str, value: u32, allowed: &'static str },
     #[error("{field} {path}: {reason}; {}", install(field, config))]
     Missing { field: &'static str, path: PathBuf, reason: String, config: PathBuf },
+    #[error("{field} {path}: {reason}; {}", replace(field, config))]
+    Damaged { field: &'static str, path: PathBuf, reason: String, config: PathBuf },
     #[error("{field} {path}: cannot look at it")]
     Part { field: &'static str, path: PathBuf, source: io::Error },
 }
@@ -198,6 +203,7 @@ impl ConfigError {
         match self {
             Self::UnknownKey { advice, .. } | Self::Annotation { advice, .. } => Some(advice.clone()),
             Self::Missing { field, config, .. } => Some(install(field, config)),
+            Self::Damaged { field, config, .. } => Some(replace(field, config)),
             Self::Read { .. }
             | Self::Parse { .. }
             | Self::Merge { .. }
@@ -210,6 +216,10 @@ impl ConfigError {
 
 fn install(field: &str, config: &Path) -> String {
     format!("install it or set `{field}` in {}", config.display())
+}
+
+fn replace(field: &str, config: &Path) -> String {
+    format!("install Bulkhead again, or set `{field}` in {} to a whole file", config.display())
 }
 
 /// A key of the configuration as it is in force.
@@ -338,6 +348,22 @@ impl Config {
             }
         }
         Ok(())
+    }
+
+    /// Checks that what a VM boots from is whole, as far as that is cheap. Returns what cannot be checked, if there is
+    /// something.
+    pub fn check_boot_files(&self) -> Result<Option<String>, ConfigError> {
+        let failed = |field, path: &PathBuf, flaw| match flaw {
+            Flaw::Unreadable(source) => ConfigError::Part { field, path: path.clone(), source },
+            Flaw::Damaged(reason) => {
+                ConfigError::Damaged { field, path: path.clone(), reason, config: self.path.clone() }
+            }
+        };
+        let (kernel, initramfs) = (&self.kernel, &self.initramfs);
+        boot_files::kernel(kernel).map_err(|flaw| failed("kernel", kernel, flaw))?;
+        let unchecked = boot_files::initramfs(initramfs);
+        let unchecked = unchecked.map_err(|flaw| failed("initramfs", initramfs, flaw))?;
+        Ok(unchecked.map(|reason| format!("initramfs {}: {reason}", initramfs.display())))
     }
 }
 
@@ -610,6 +636,15 @@ mod tests {
             assert!(error.starts_with(&format!("{begin}/no/such/part{rest}")), "{error}");
             assert!(is_on_troubleshooting_page(&text), "{text}");
         }
+    }
+
+    #[test]
+    fn a_damaged_part_is_named_with_what_to_do() {
+        let config = Config { kernel: "/proc/self/comm".into(), ..Config::default() };
+        let error = config.check_boot_files().unwrap_err();
+        let remedy = "install Bulkhead again, or set `kernel` in /etc/bulkhead/config.toml to a whole file";
+        assert_eq!(error.remedy().as_deref(), Some(remedy));
+        assert_eq!(error.to_string(), format!("kernel /proc/self/comm: it is empty; {remedy}"));
     }
 
     #[test]

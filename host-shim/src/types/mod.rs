@@ -2,6 +2,8 @@
 
 pub(crate) mod annotations;
 pub(crate) mod block_io;
+pub(crate) mod boot_files;
+pub(crate) mod build;
 pub(crate) mod config;
 pub(crate) mod error;
 pub(crate) mod event;

@@ -9,6 +9,7 @@ use std::process::Command;
 use anyhow::{Context, Result, bail};
 
 use crate::cache::{self, Cache, Key};
+use crate::commit;
 use crate::kernel::{self, Kernel};
 use crate::places;
 use crate::rig::Put;
@@ -198,6 +199,8 @@ fn cargo_build(packages: &[&str], profile: Profile, flags: Vec<OsString>) -> Res
     let flags = ["-C", "target-feature=+crt-static"].map(OsString::from).into_iter().chain(flags);
     // With this separator, a path in a flag may have a space.
     cargo.env("CARGO_ENCODED_RUSTFLAGS", flags.collect::<Vec<_>>().join(OsStr::new("\u{1f}")));
+    // Cargo compiles again only what says it.
+    cargo.env(commit::VARIABLE, commit::of_tree(source_dir()));
     // A bar may be shown meanwhile.
     let status = progress::run_said(&mut cargo).context("cannot run cargo")?;
     if !status.success() {

@@ -11,6 +11,7 @@ mod bench;
 mod cache;
 mod case_sources;
 mod chroot;
+mod commit;
 mod conformance;
 mod containerd;
 mod debian;

@@ -65,7 +65,7 @@ fn pod(id: &str) -> Result<Option<Value>> {
 
 fn check(_: &Host) -> Result<()> {
     let findings = list(&["check", "--json"])?;
-    ensure!(findings.len() == 15, "expected  15 findings\ncame      {findings:#?}");
+    ensure!(findings.len() == 16, "expected  16 findings\ncame      {findings:#?}");
     let bad: Vec<_> = findings.iter().filter(|finding| finding["status"] == "fail").collect();
     ensure!(bad.is_empty(), "expected  nothing that keeps pods from running\ncame      {bad:#?}");
     let kvm = findings.iter().find(|finding| finding["check"] == "KVM").context("KVM is not checked")?;
@@ -213,6 +213,9 @@ fn drop_in_unknown_key(host: &Host) -> Result<()> {
 fn collect(host: &Host) -> Result<()> {
     let container = host.container().flags(["--env", "PASSWORD=bulkhead-e2e-secret"]);
     let task = container.detach(&["sleep", "1000"])?;
+    task.exec(&["sh", "-c", "test bulkhead-e2e-secret"])?.succeeds()?;
+    // A whole command line as the name of a program, which the errors quote.
+    task.exec(&["app --password=bulkhead-e2e-secret"])?.fails_with("executable file not found in $PATH")?;
     let directory = scratch()?;
     let archive = directory.path().join("support.tar").display().to_string();
     bulkhead(&["collect", "--output", &archive])?.succeeds()?;
@@ -221,8 +224,8 @@ fn collect(host: &Host) -> Result<()> {
     ensure!(names.contains(&journal), "expected  the journal of the pod\ncame      {names}");
     let bytes = fs::read(&archive)?;
     let secret = crate::command::contains(&bytes, "bulkhead-e2e-secret");
-    ensure!(!secret, "expected  no environment of a container\ncame      it is in the archive");
-    for word in ["containerd ", "pod{namespace="] {
+    ensure!(!secret, "expected  no environment and no argument\ncame      one is in the archive");
+    for word in ["containerd ", "pod{namespace=", "[left out] executable file not found in $PATH"] {
         let has = crate::command::contains(&bytes, word);
         ensure!(has, "expected  {word:?} in the archive\ncame      none");
     }
@@ -427,11 +430,21 @@ mod tests {
 
     /// What the page quotes beside the first column of its table, and the test that provokes it: the file and a part
     /// of the test that makes the text or compares it.
-    const QUOTED: [(&str, &str, &str); 12] = [
+    const QUOTED: [(&str, &str, &str); 14] = [
         (
             "no runtime for \"bulkhead\" is configured",
             "tests/e2e/src/cases/operator.rs",
             "fn missing_handler",
+        ),
+        (
+            "the VMM needs Linux 5.12 or later",
+            "cli/src/check/kernel.rs",
+            "fn a_kernel_on_which_no_vm_starts_is_a_failure",
+        ),
+        (
+            "it was cut off",
+            "host-shim/src/types/boot_files.rs",
+            "fn an_initramfs_that_was_cut_off_or_whose_end_was_lost_is_damaged",
         ),
         (
             "there is no template, so the VM boots",

@@ -205,7 +205,7 @@ mod tests {
     fn the_queries_of_the_dashboard_have_no_variables() {
         let queries = queries(&dashboard().unwrap()).unwrap();
         let expressions: Vec<_> = queries.iter().map(|query| query.expression.as_str()).collect();
-        assert!(expressions.contains(&"count by (namespace) (bulkhead_pod_up)"), "{expressions:?}");
+        assert!(expressions.contains(&"count by (namespace) (bulkhead_pod_problems)"), "{expressions:?}");
         assert!(
             expressions.contains(&"sum by (state) (bulkhead_pods{instance=~\".*\"})")
                 && expressions.len() > 15,
