@@ -4,162 +4,36 @@ mod block;
 mod files;
 pub(crate) mod lock;
 mod metrics;
+mod options;
 mod restart;
+mod steps;
 mod uninstall;
 
 use std::{
     collections::BTreeMap,
-    env, fs,
+    env,
     io::{self, Write},
-    path::{Path, PathBuf},
+    path::Path,
     time::Duration,
 };
 
 use bulkhead_host_shim::operator::one_line;
-use clap::Args;
 
+pub(crate) use self::{options::Options, uninstall::uninstall};
 use crate::{
-    check::{self, Finding, Status},
+    check::{self, Status},
     command_output,
-    containerd::{
-        self, CONFIG, Containerd, ContainerdConfig, RECORD, RUNTIME, TEMPLATE_V2, TEMPLATE_V3, handlers,
-    },
+    containerd::{self, CONFIG, Containerd, RUNTIME, TEMPLATE_V2, TEMPLATE_V3, handlers},
     error::CommandError,
     install::{
         block::{Change, Version},
+        files::WriteError,
         lock::{Lock, OF_INSTALL},
+        options::OWN_FILES,
         restart::{Restart, finish},
+        steps::{AS_IT_WAS, kept, read, remove, say, say_lost, write},
     },
 };
-
-pub(crate) use self::uninstall::uninstall;
-
-/// The name of the file in the directory that containerd imports.
-const DROP_IN: &str = "bulkhead.toml";
-
-/// What is said if nothing was changed.
-const AS_IT_WAS: &str = "containerd's configuration is as it was";
-
-/// The other files that are written, and their texts.
-const OWN_DIRECTORY: &str = "/etc/bulkhead";
-const OWN_FILES: [(&str, &str); 2] = [
-    ("/etc/bulkhead/config.toml", include_str!("../../../contrib/bulkhead/config.toml")),
-    ("/etc/bulkhead/runtimeclass.yaml", include_str!("../../../contrib/kubernetes/runtimeclass.yaml")),
-];
-
-#[derive(Debug, Args)]
-pub(crate) struct Options {
-    #[command(flatten)]
-    containerd: ContainerdConfig,
-    /// Restarts containerd, or k3s or RKE2, if it has not read its configuration. Running containers are not
-    /// interrupted.
-    #[arg(long)]
-    restart: bool,
-    /// Acts on the host whose root directory is here, such as that of an image. Its containerd is not executed.
-    #[arg(long, value_name = "DIRECTORY", conflicts_with = "restart")]
-    root: Option<PathBuf>,
-}
-
-impl Options {
-    /// Where the file `path` of the host is.
-    fn at(&self, path: impl AsRef<Path>) -> PathBuf {
-        let path = path.as_ref();
-        self.root
-            .as_ref()
-            .map_or_else(|| path.into(), |root| root.join(path.strip_prefix("/").unwrap_or(path)))
-    }
-
-    fn root(&self) -> &Path {
-        self.root.as_deref().unwrap_or(Path::new("/"))
-    }
-
-    /// The containerd that is configured.
-    fn containerd(&self) -> Containerd {
-        self.containerd.containerd(self.root())
-    }
-
-    /// The containerds from which the handlers are removed: the one that is named, or all that may have them.
-    fn containerds(&self, recorded: Option<&Path>) -> Vec<Containerd> {
-        match &self.containerd.containerd_config {
-            Some(named) => vec![Containerd::of(named.clone())],
-            None => Containerd::all(recorded),
-        }
-    }
-
-    /// Refuses a second containerd: `bulkhead uninstall` would leave the handlers of the first one.
-    fn check_only(&self, containerd: &Containerd) -> Result<(), CommandError> {
-        let known = Containerd::find(self.root());
-        if known == *containerd {
-            return Ok(());
-        }
-        for path in self.with_block(&known) {
-            if let Some(text) = read(&path)?
-                && block::remove(&path, &text)? != text
-            {
-                return Err(CommandError::OtherContainerd { path });
-            }
-        }
-        let path = self.drop_in(&known).0;
-        match read(&path)?.is_some_and(|text| block::is_ours(&text)) {
-            true => Err(CommandError::OtherContainerd { path }),
-            false => Ok(()),
-        }
-    }
-
-    /// Records the configuration that was named, for commands that name none.
-    fn record(&self, out: &mut impl Write) -> Result<(), CommandError> {
-        let Some(named) = &self.containerd.containerd_config else { return Ok(()) };
-        let (path, text) = (self.at(RECORD), format!("{}\n", named.display()));
-        if read(&path)?.as_ref() == Some(&text) {
-            return say(out, &format!("kept {}", path.display()));
-        }
-        write(&path, &text)?;
-        say(out, &format!("wrote {}", path.display()))
-    }
-
-    /// The file of its own for the handlers, and the directory that is imported, as containerd names it.
-    fn drop_in(&self, containerd: &Containerd) -> (PathBuf, PathBuf) {
-        let directory = containerd.imported();
-        (self.at(directory.join(DROP_IN)), directory)
-    }
-
-    /// The files that have the block with the handlers, if no file of its own has them.
-    fn with_block(&self, containerd: &Containerd) -> Vec<PathBuf> {
-        match containerd.generator() {
-            None => vec![self.at(&containerd.config)],
-            Some(_) => containerd.templates().iter().map(|path| self.at(path)).collect(),
-        }
-    }
-
-    /// Refuses a root directory in which a symbolic link leads from one of our own files to a file outside of it.
-    fn check_own(&self) -> Result<(), CommandError> {
-        let own = OWN_FILES.map(|(name, _)| self.at(name));
-        let others = [self.at(RECORD), metrics::directory(self.root.as_deref()), self.at(lock::DIRECTORY)];
-        self.check_inside(own.into_iter().chain(others))
-    }
-
-    /// The same for the files of a containerd.
-    fn check_containerd(&self, containerd: &Containerd) -> Result<(), CommandError> {
-        let of_containerd = [self.at(&containerd.config), self.drop_in(containerd).0];
-        self.check_inside(of_containerd.into_iter().chain(self.with_block(containerd)))
-    }
-
-    fn check_inside(&self, paths: impl Iterator<Item = PathBuf>) -> Result<(), CommandError> {
-        let Some(root) = &self.root else { return Ok(()) };
-        let read = |path: &Path| {
-            fs::canonicalize(path).map_err(|source| CommandError::Read { path: path.into(), source })
-        };
-        let inside = read(root)?;
-        for path in paths {
-            // A link that leads nowhere exists too.
-            let there = path.ancestors().find(|path| path.symlink_metadata().is_ok()).unwrap_or(root);
-            if !read(there)?.starts_with(&inside) {
-                return Err(CommandError::OutsideRoot { path, root: root.clone() });
-            }
-        }
-        Ok(())
-    }
-}
 
 /// `bulkhead install`.
 pub(crate) fn install(out: &mut impl Write, options: &Options) -> Result<(), CommandError> {
@@ -211,11 +85,6 @@ fn say_of_network(
         return Ok(());
     }
     finding.print(out).map_err(CommandError::Output)
-}
-
-/// What is said of a file that was changed by the operator, or was written by another version.
-fn kept(path: &Path) -> String {
-    format!("kept {}: it is not what this version writes", path.display())
 }
 
 /// Records which configuration is containerd's, and adds the handlers to it. Returns whether it has changed.
@@ -288,15 +157,6 @@ fn configure(out: &mut impl Write, options: &Options, containerd: &Containerd) -
     Ok(true)
 }
 
-/// Says which lines are not in a file any more, if there are any.
-fn say_lost(out: &mut impl Write, path: &Path, lost: &[String], remedy: &str) -> Result<(), CommandError> {
-    if lost.is_empty() {
-        return Ok(());
-    }
-    let found = format!("lines that this version does not write are gone: {}", one_line(&lost.join("; ")));
-    Finding::warn(&path.display().to_string(), found, remedy).print(out).map_err(CommandError::Output)
-}
-
 fn template_of(version: Version) -> &'static str {
     match version {
         Version::V2 => TEMPLATE_V2,
@@ -335,27 +195,6 @@ fn write_checked(path: &Path, text: &str, main: &Path, asked: bool) -> Result<()
     })
 }
 
-/// An error of a new file.
-enum WriteError {
-    Io(io::Error),
-    Command(CommandError),
-}
-
-impl From<io::Error> for WriteError {
-    fn from(error: io::Error) -> Self {
-        Self::Io(error)
-    }
-}
-
-impl WriteError {
-    fn at(self, path: &Path) -> CommandError {
-        match self {
-            Self::Io(source) => CommandError::Write { path: path.into(), source },
-            Self::Command(error) => error,
-        }
-    }
-}
-
 /// The runtime of each handler that containerd would have with the configuration at `path`. None: there is no
 /// containerd to ask.
 fn handlers_of(path: &Path) -> Result<Option<BTreeMap<String, String>>, CommandError> {
@@ -390,26 +229,6 @@ fn version_of(containerd: &Containerd, options: &Options) -> Result<Version, Com
         Some((major, _)) => Ok(Version::of_containerd(major)),
         None => Err(unknown(format!("its version is {version}"))),
     }
-}
-
-/// What to do about lines that `bulkhead uninstall` has removed with those of Bulkhead.
-const REMOVED_BESIDE: &str = "they were beside those of Bulkhead; if they are yours, write them elsewhere";
-
-fn read(path: &Path) -> Result<Option<String>, CommandError> {
-    files::read(path).map_err(|source| CommandError::Read { path: path.into(), source })
-}
-
-fn write(path: &Path, text: &str) -> Result<(), CommandError> {
-    let written = files::write(path, text, |_| Ok::<_, io::Error>(()));
-    written.map_err(|source| CommandError::Write { path: path.into(), source })
-}
-
-fn remove(path: &Path) -> Result<(), CommandError> {
-    fs::remove_file(path).map_err(|source| CommandError::Remove { path: path.into(), source })
-}
-
-fn say(out: &mut impl Write, line: &str) -> Result<(), CommandError> {
-    writeln!(out, "{line}").map_err(CommandError::Output)
 }
 
 #[cfg(test)]

@@ -12,7 +12,7 @@ use crate::{
     containerd::Containerd,
     containerd_process::Reading,
     error::CommandError,
-    install::{Options, say},
+    install::{options::Options, steps::say},
     progress::{Count, during},
 };
 

@@ -1,11 +1,15 @@
 //! Tests of an installation and of its removal, below a root directory of their own.
 
-use std::{collections::BTreeMap, os::unix::fs::symlink};
+use std::{
+    collections::BTreeMap,
+    fs,
+    os::unix::fs::symlink,
+    path::{Path, PathBuf},
+    thread,
+};
 
-use std::thread;
-
-use super::{uninstall::uninstall_within, *};
-use crate::containerd::{IMPORTED, recorded};
+use super::{options::DROP_IN, uninstall::uninstall_within, *};
+use crate::containerd::{ContainerdConfig, IMPORTED, RECORD, recorded};
 
 /// How long a test waits for a lock that nobody gives back.
 const SHORT: Duration = Duration::from_millis(100);

@@ -9,13 +9,13 @@ use crate::{
     error::CommandError,
     exec,
     install::{
-        AS_IT_WAS, OWN_DIRECTORY, OWN_FILES, Options, REMOVED_BESIDE, block,
+        block,
         files::{self, Removal},
-        kept,
         lock::{Lock, OF_UNINSTALL},
-        metrics, read, remove,
+        metrics,
+        options::{OWN_DIRECTORY, OWN_FILES, Options},
         restart::{Restart, finish},
-        say, say_lost, write,
+        steps::{AS_IT_WAS, REMOVED_BESIDE, Steps, kept, read, remove, say, say_lost, write},
     },
     run,
 };
@@ -87,34 +87,6 @@ fn remove_handlers<W: Write>(steps: &mut Steps<'_, W>, options: &Options, contai
         is_changed |= steps.take(|out| remove_block(out, &path));
     }
     is_changed | steps.take(|out| remove_drop_in(out, &options.drop_in(containerd).0))
-}
-
-/// Steps that are all taken, also after one has failed.
-struct Steps<'a, W> {
-    out: &'a mut W,
-    errors: Vec<CommandError>,
-}
-
-impl<W: Write> Steps<'_, W> {
-    /// Returns what the step returns, or what stands for nothing.
-    fn take<T: Default>(&mut self, step: impl FnOnce(&mut W) -> Result<T, CommandError>) -> T {
-        step(self.out).unwrap_or_else(|error| {
-            self.errors.push(error);
-            T::default()
-        })
-    }
-
-    /// Fails with all that has failed.
-    fn end(mut self) -> Result<(), CommandError> {
-        match (self.errors.pop(), self.errors.is_empty()) {
-            (None, _) => Ok(()),
-            (Some(error), true) => Err(error),
-            (Some(last), false) => {
-                self.errors.push(last);
-                Err(CommandError::Several(self.errors))
-            }
-        }
-    }
 }
 
 /// Removes a file that `bulkhead install` has written with this text.
