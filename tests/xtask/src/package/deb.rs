@@ -9,8 +9,8 @@ use md5::{Digest, Md5};
 
 use super::archive::{File, gzipped_with_directories};
 
-/// After dpkg has installed or upgraded the package, systemd knows its unit. One that runs is that of this version. What
-/// a removal has kept is not needed: the program is there again.
+/// After dpkg has installed or upgraded the package, systemd knows its unit. One that runs is that of this version.
+/// What a removal has kept is not needed: the program is there again.
 const AFTER_INSTALLATION: &str = "#!/bin/sh
 set -e
 if [ \"$1\" = configure ]; then
