@@ -8,11 +8,15 @@ use std::{
 
 use bulkhead_host_shim::operator::{Garbage, Removed, chain, garbage, one_line, remove_garbage};
 
-use crate::{error::CommandError, exec, output::listing, progress::during, run::directory as run};
+use crate::{
+    error::CommandError, exec, install::lock as install, output::listing, progress::during,
+    run::directory as run,
+};
 
 /// Why a command has left something.
 const RUN_KILLED: &str = "its `bulkhead run` was killed";
 const EXEC_KILLED: &str = "its `bulkhead exec` was killed";
+const INSTALL_KILLED: &str = "its `bulkhead install` or `bulkhead uninstall` was killed";
 
 /// `bulkhead gc`. Returns whether everything was removed.
 pub(crate) fn gc(
@@ -28,6 +32,7 @@ pub(crate) fn gc(
         let of = |reason| move |path| Garbage { path, reason };
         found.extend(run::leftovers().into_iter().map(of(RUN_KILLED)));
         found.extend(exec::leftovers().into_iter().map(of(EXEC_KILLED)));
+        found.extend(install::leftover(Path::new("/")).map(of(INSTALL_KILLED)));
         let cells = |garbage: &Garbage| [path(garbage), garbage.reason.to_owned()];
         listing(out, is_json, &found, ["WOULD BE REMOVED", "WHY"], cells).map_err(CommandError::Output)?;
         return Ok(true);
@@ -36,8 +41,9 @@ pub(crate) fn gc(
     let removed: Vec<_> = during("removing what nobody uses", is_json, |count| {
         let execs = of_commands(exec::remove_leftovers(), EXEC_KILLED);
         let runs = of_commands(run::remove_leftovers(), RUN_KILLED);
+        let installs = of_commands(install::remove_leftover(Path::new("/")), INSTALL_KILLED);
         let garbage = remove_garbage(root, |done, pods| count.set(done as u64, pods as u64));
-        execs.chain(runs).chain(garbage).collect()
+        execs.chain(runs).chain(installs).chain(garbage).collect()
     });
     let cells = |removed: &Removed| {
         let result =

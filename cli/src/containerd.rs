@@ -19,6 +19,11 @@ pub(crate) const CONFIG: &str = "/etc/containerd/config.toml";
 pub(crate) const IMPORTED: &str = "/etc/containerd/conf.d";
 const IMPORTED_BY_GENERATED: &str = "config-v3.toml.d";
 
+/// The templates of which k3s and RKE2 generate configurations of the second and of the third version. They are beside
+/// what is generated.
+pub(crate) const TEMPLATE_V2: &str = "config.toml.tmpl";
+pub(crate) const TEMPLATE_V3: &str = "config-v3.toml.tmpl";
+
 /// Where `bulkhead install` records which configuration it was told, in one line. Removing the package tells none.
 pub(crate) const RECORD: &str = "/etc/bulkhead/containerd-config";
 
@@ -64,15 +69,11 @@ fn one_absolute_line(text: &str) -> Result<PathBuf, String> {
 }
 
 /// The configuration that `bulkhead install` was told last on the host whose root directory is `root`.
-pub(crate) fn recorded(root: &Path) -> Option<PathBuf> {
-    let record = root.join(RECORD.trim_start_matches('/'));
-    match fs::read_to_string(&record) {
-        Ok(text) => text.lines().next().filter(|line| !line.is_empty()).map(PathBuf::from),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => None,
-        Err(error) => {
-            tracing::warn!(path = %record.display(), %error, "the configuration that was told is not known");
-            None
-        }
+pub(crate) fn recorded(root: &Path) -> io::Result<Option<PathBuf>> {
+    match fs::read_to_string(root.join(RECORD.trim_start_matches('/'))) {
+        Ok(text) => Ok(text.lines().next().filter(|line| !line.is_empty()).map(PathBuf::from)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error),
     }
 }
 
@@ -97,12 +98,30 @@ impl Containerd {
     /// The containerd that runs the pods of Kubernetes: the one that `bulkhead install` was told, or that of k3s or
     /// RKE2 if there is one. `root` is `/`, but for an image and in tests.
     pub(crate) fn find(root: &Path) -> Self {
-        if let Some(told) = recorded(root) {
-            return Self::of(told);
+        match recorded(root) {
+            Ok(Some(told)) => return Self::of(told),
+            Ok(None) => {}
+            Err(error) => {
+                tracing::warn!(path = RECORD, %error, "the configuration that was told is not known");
+            }
         }
         let generated = [DATA_OF_K3S, DATA_OF_RKE2].map(|data| Path::new(data).join(GENERATED));
         let is_there = |path: &PathBuf| root.join(path.strip_prefix("/").unwrap_or(path)).is_file();
         Self::of(generated.into_iter().find(is_there).unwrap_or_else(|| CONFIG.into()))
+    }
+
+    /// All containerds of a host that may have a handler of Bulkhead: the one that was recorded, and those that
+    /// [`Self::find`] knows. They need not be there any more.
+    pub(crate) fn all(recorded: Option<&Path>) -> Vec<Self> {
+        let known = [DATA_OF_K3S, DATA_OF_RKE2].map(|data| Path::new(data).join(GENERATED));
+        let mut all = Vec::new();
+        for config in recorded.into_iter().map(Path::to_owned).chain(known).chain([CONFIG.into()]) {
+            let containerd = Self::of(config);
+            if !all.contains(&containerd) {
+                all.push(containerd);
+            }
+        }
+        all
     }
 
     /// The containerd that reads this configuration.
@@ -133,20 +152,28 @@ impl Containerd {
         }
     }
 
-    /// The files of its configuration that are there: its own, and those in the directory that it imports.
+    /// The templates of what is generated, which need not be there.
+    pub(crate) fn templates(&self) -> Vec<PathBuf> {
+        let template = |name| self.config.with_file_name(name);
+        self.generator().map_or_else(Vec::new, |_| [TEMPLATE_V2, TEMPLATE_V3].map(template).into())
+    }
+
+    /// The files of its configuration that are there: its own, those in the directory that it imports, and templates.
     pub(crate) fn files(&self, root: &Path) -> Vec<PathBuf> {
         let at = |path: &Path| root.join(path.strip_prefix("/").unwrap_or(path));
         let imported = fs::read_dir(at(&self.imported())).into_iter().flatten().flatten();
         let imported = imported.map(|entry| entry.path());
         let is_read = |path: &PathBuf| path.extension().is_some_and(|extension| extension == "toml");
-        let main = Some(at(&self.config)).filter(|path| path.is_file());
-        main.into_iter().chain(imported.filter(is_read)).collect()
+        let own = [self.config.clone()].into_iter().chain(self.templates()).map(|path| at(&path));
+        own.filter(|path| path.is_file()).chain(imported.filter(is_read)).collect()
     }
 
     /// The directories in which a file of its configuration may have been that was removed.
     pub(crate) fn directories(&self, root: &Path) -> Vec<PathBuf> {
         let at = |path: &Path| root.join(path.strip_prefix("/").unwrap_or(path));
-        let of_main = self.config.parent().filter(|_| !at(&self.config).exists());
+        // A template that was removed is missed only there.
+        let may_lack = self.generator().is_some() || !at(&self.config).exists();
+        let of_main = self.config.parent().filter(|_| may_lack);
         of_main.map(at).into_iter().chain([at(&self.imported())]).collect()
     }
 

@@ -5,7 +5,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use bulkhead_host_shim::operator::{BuildError, CONFIG_PATH, ConfigError};
+use bulkhead_host_shim::operator::{BuildError, CONFIG_PATH, ConfigError, chain};
 
 /// What to do if there is no configuration where --config says.
 const ANOTHER: &str = "name another one with --config, or none for";
@@ -22,6 +22,13 @@ pub(crate) enum CommandError {
     Output(#[source] io::Error),
     #[error("{path}: cannot list what is there")]
     List { path: PathBuf, source: io::Error },
+    #[error("{path}: cannot take the lock of installations and removals")]
+    Lock { path: PathBuf, source: io::Error },
+    #[error(
+        "{holder} installs or removes Bulkhead on this host, and has not ended within {seconds} s; wait for its end, \
+         or end it, and run this again (its lock is in {path})"
+    )]
+    Locked { path: PathBuf, holder: String, seconds: u64 },
     #[error("{path}: cannot read it")]
     Read { path: PathBuf, source: io::Error },
     #[error("{path}: it exists already; remove it, or name another file")]
@@ -123,6 +130,14 @@ pub(crate) enum CommandError {
         "cannot restart containerd; restart it by other means, because it reads its configuration only when it starts"
     )]
     Restart(#[source] io::Error),
+    /// Of steps that were all taken.
+    #[error("{} steps have failed, and the others were taken: {}", .0.len(), all(.0))]
+    Several(Vec<CommandError>),
+}
+
+/// The errors with their causes.
+fn all(errors: &[CommandError]) -> String {
+    errors.iter().map(|error| chain(error)).collect::<Vec<_>>().join("; and ")
 }
 
 impl CommandError {

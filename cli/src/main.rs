@@ -11,6 +11,7 @@ mod config_file;
 mod console;
 mod containerd;
 mod containerd_log;
+mod containerd_process;
 mod error;
 mod events;
 mod exec;

@@ -7,6 +7,29 @@ use std::{
     path::Path,
 };
 
+use crate::error::CommandError;
+
+/// An error of a new file.
+pub(super) enum WriteError {
+    Io(io::Error),
+    Command(CommandError),
+}
+
+impl From<io::Error> for WriteError {
+    fn from(error: io::Error) -> Self {
+        Self::Io(error)
+    }
+}
+
+impl WriteError {
+    pub(super) fn at(self, path: &Path) -> CommandError {
+        match self {
+            Self::Io(source) => CommandError::Write { path: path.into(), source },
+            Self::Command(error) => error,
+        }
+    }
+}
+
 /// The text of a file. None: there is none.
 pub(super) fn read(path: &Path) -> io::Result<Option<String>> {
     match fs::read_to_string(path) {

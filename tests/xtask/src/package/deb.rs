@@ -10,37 +10,87 @@ use md5::{Digest, Md5};
 use super::archive::{File, gzipped_with_directories};
 
 /// After dpkg has installed or upgraded the package, systemd knows its unit. One that runs is that of this version.
+/// What a removal has kept is not needed: the program is there again.
 const AFTER_INSTALLATION: &str = "#!/bin/sh
 set -e
-if [ \"$1\" = configure ] && [ -d /run/systemd/system ]; then
-    systemctl daemon-reload || :
-    systemctl try-restart bulkhead-metrics.service || :
+if [ \"$1\" = configure ]; then
+    rm -rf /var/lib/bulkhead-uninstall
+    if [ -d /run/systemd/system ]; then
+        systemctl daemon-reload || :
+        systemctl try-restart bulkhead-metrics.service || :
+    fi
 fi
 ";
 
 /// Before dpkg removes the package, its unit ends, and containerd's configuration becomes what it was. An upgrade
-/// leaves both.
+/// leaves both. dpkg ignores the signal of Ctrl-C while this runs, and leaves the package installed if this fails.
 const BEFORE_REMOVAL: &str = "#!/bin/sh
 set -e
+program=/usr/bin/bulkhead
+kept=/var/lib/bulkhead-uninstall
+say() { echo \"bulkhead: $*\" >&2; }
 if [ \"$1\" = remove ]; then
+    pods=$(timeout --kill-after 5 20 $program ps --json 2>/dev/null) || pods=
+    if echo \"$pods\" | grep -q '\"state\": \"running\"'; then
+        say 'Pods of Bulkhead run on this host. They go on until they end, but no new pod starts, and what a'
+        say 'pod leaves whose shim crashes stays, until Bulkhead is installed again.'
+        if [ -t 2 ]; then
+            say 'To stop the removal, press Ctrl-C within 15 seconds.'
+            trap 'say \"the removal was stopped; nothing was changed\"; exit 1' INT
+            sleep 15
+            trap - INT
+        else
+            say 'If you did not want this, install the package again now.'
+        fi
+    fi
     if [ -d /run/systemd/system ]; then
         systemctl --no-reload disable --now bulkhead-metrics.service || :
     fi
     # A package whose program is gone, or cannot do it, can be removed all the same.
     # One that hangs is ended, because dpkg would wait for it.
-    [ -x /usr/bin/bulkhead ] && timeout --kill-after 10 120 /usr/bin/bulkhead uninstall ||
-        echo 'bulkhead: not all was undone. Remove its handlers from the configuration of containerd.' >&2
+    if ! [ -x $program ]; then
+        say 'not all was undone, because there is no /usr/bin/bulkhead.'
+        say 'Remove its handlers from the configuration of containerd, or install the package again,'
+        say 'run `bulkhead uninstall`, and then remove it.'
+    elif ! timeout --kill-after 10 120 $program uninstall; then
+        # The purge needs a program that can undo the rest.
+        if mkdir -p -m 700 $kept && cp $program $kept/bulkhead.new && mv $kept/bulkhead.new $kept/bulkhead; then
+            say 'not all was undone, for the reason above. The program is kept for that. When the reason is gone,'
+            say \"run \\`$kept/bulkhead uninstall\\`, or \\`dpkg --purge bulkhead\\`.\"
+        else
+            rm -rf $kept
+            say 'not all was undone, for the reason above.'
+            say 'Remove its handlers from the configuration of containerd.'
+        fi
+    fi
 fi
 ";
 
 /// After dpkg has removed the unit, systemd forgets it. What it keeps is removed by a purge only: the operator's files.
+/// A purge completes what the removal could not undo. If it cannot either, dpkg takes the package for not purged. The
+/// record of a configuration that may still have the handlers is never removed here: `bulkhead uninstall` does that.
 const AFTER_REMOVAL: &str = "#!/bin/sh
 set -e
+kept=/var/lib/bulkhead-uninstall
+record=/etc/bulkhead/containerd-config
+say() { echo \"bulkhead: $*\" >&2; }
 if [ \"$1\" = remove ] && [ -d /run/systemd/system ]; then
     systemctl daemon-reload || :
 fi
 if [ \"$1\" = purge ]; then
-    rm -rf /etc/bulkhead
+    if [ -x $kept/bulkhead ] && ! timeout --kill-after 10 120 $kept/bulkhead uninstall >&2; then
+        say 'not all was undone, for the reason above. When it is gone, run `dpkg --purge bulkhead` again.'
+        say \"To purge the package without that, remove $kept first.\"
+        exit 1
+    fi
+    rm -rf $kept
+    if [ -e $record ]; then
+        find /etc/bulkhead -mindepth 1 ! -path $record -delete
+        say \"kept $record: the handlers may still be in the configuration that it names.\"
+        say 'Install the package again and run `bulkhead uninstall`, or remove both by hand.'
+    else
+        rm -rf /etc/bulkhead
+    fi
 fi
 ";
 
@@ -108,28 +158,148 @@ mod tests {
 
     use super::*;
 
+    /// A host that is a directory, without systemd.
+    struct Host(tempfile::TempDir);
+
+    impl Host {
+        fn new() -> Self {
+            let host = Self(tempfile::tempdir().unwrap());
+            fs::create_dir_all(host.at("/etc/bulkhead")).unwrap();
+            fs::create_dir_all(host.at("/usr/bin")).unwrap();
+            host
+        }
+
+        fn at(&self, path: &str) -> std::path::PathBuf {
+            self.0.path().join(path.trim_start_matches('/'))
+        }
+
+        fn write(&self, path: &str, text: &str) {
+            fs::write(self.at(path), text).unwrap();
+            fs::set_permissions(self.at(path), fs::Permissions::from_mode(0o755)).unwrap();
+        }
+
+        /// What a script is on this host.
+        fn script(&self, script: &str) -> String {
+            let mut script = script.replace("/run/systemd/system", "/no/such/directory");
+            for directory in ["/usr/bin/", "/etc/bulkhead", "/var/lib/"] {
+                script = script.replace(directory, &format!("{}{directory}", self.0.path().display()));
+            }
+            script.replace(" 10 120 ", " 1 1 ")
+        }
+
+        /// Runs a script as dpkg does. Returns whether it has succeeded, and its standard error.
+        fn run(&self, script: &str, what: &str) -> (bool, String) {
+            fs::create_dir_all(self.at("/var/lib")).unwrap();
+            let ended =
+                Command::new("sh").args(["-c", &self.script(script), "script", what]).output().unwrap();
+            (ended.status.success(), String::from_utf8(ended.stderr).unwrap())
+        }
+    }
+
+    /// A program that says which pods there are, and undoes with the status of the file `status` beside it.
+    const PROGRAM: &str = "#!/bin/sh
+[ \"$1\" != ps ] || exec cat \"$0.pods\"
+echo \"$*\" >> \"$0.called\"
+[ ! -e \"$0.fails\" ]
+";
+
     #[test]
     fn a_command_that_hangs_keeps_no_package() {
-        let dir = tempfile::tempdir().unwrap();
-        let program = dir.path().join("bulkhead");
-        let removed = |text: &str| {
-            fs::write(&program, text).unwrap();
-            fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
-            // Not on the host of this test.
-            let script = BEFORE_REMOVAL.replace("/usr/bin/bulkhead", &program.to_string_lossy());
-            let script =
-                script.replace("/run/systemd/system", "/no/such/directory").replace(" 10 120 ", " 1 1 ");
-            let ended = Command::new("sh").args(["-c", &script, "prerm", "remove"]).output().unwrap();
-            assert!(ended.status.success());
-            String::from_utf8(ended.stderr).unwrap()
-        };
-        assert_eq!(removed("#!/bin/sh\n[ \"$*\" = uninstall ]\n"), "");
+        let host = Host::new();
         for hangs in ["#!/bin/sh\nexec sleep 60\n", "#!/bin/sh\ntrap '' TERM\nsleep 60\nsleep 60\n"] {
+            let only_uninstall = hangs.replace("#!/bin/sh\n", "#!/bin/sh\n[ \"$1\" != ps ] || exit 1\n");
+            host.write("/usr/bin/bulkhead", &only_uninstall);
             let begun = Instant::now();
-            let said = removed(hangs);
-            assert!(said.contains("bulkhead: not all was undone."), "{said}");
+            let (is_removed, said) = host.run(BEFORE_REMOVAL, "remove");
+            assert!(is_removed && said.contains("bulkhead: not all was undone"), "{said}");
             assert!(begun.elapsed() < Duration::from_secs(50), "{hangs}");
         }
+    }
+
+    #[test]
+    fn a_removal_says_what_becomes_of_pods_that_run() {
+        let host = Host::new();
+        host.write("/usr/bin/bulkhead", PROGRAM);
+        let pods =
+            |state: &str| format!("[\n  {{\n    \"id\": \"a\",\n    \"state\": \"{state}\"\n  }}\n]\n");
+        for none in ["[]\n", &pods("leftover")] {
+            host.write("/usr/bin/bulkhead.pods", none);
+            assert_eq!(host.run(BEFORE_REMOVAL, "remove"), (true, String::new()));
+        }
+        host.write("/usr/bin/bulkhead.pods", &pods("running"));
+        let (is_removed, said) = host.run(BEFORE_REMOVAL, "remove");
+        assert!(is_removed, "{said}");
+        for part in ["They go on until they end", "no new pod starts", "install the package again"] {
+            assert!(said.contains(part), "{said}");
+        }
+        assert_eq!(host.run(BEFORE_REMOVAL, "upgrade"), (true, String::new()));
+        // On a terminal the removal can be stopped, before anything is undone.
+        fs::remove_file(host.at("/usr/bin/bulkhead.called")).unwrap();
+        let script = host.script(BEFORE_REMOVAL).replace("[ -t 2 ]", "true");
+        let command = ["--signal", "INT", "2", "sh", "-c", &script, "script", "remove"];
+        let begun = Instant::now();
+        let ended = Command::new("timeout").args(command).output().unwrap();
+        let said = String::from_utf8(ended.stderr).unwrap();
+        assert!(said.contains("Ctrl-C") && said.contains("the removal was stopped"), "{said}");
+        assert!(begun.elapsed() < Duration::from_secs(12), "{said}");
+        assert!(!host.at("/usr/bin/bulkhead.called").exists());
+        // Whoever does nothing goes on.
+        let script = script.replace("sleep 15", "sleep 0");
+        let ended = Command::new("sh").args(["-c", &script, "script", "remove"]).output().unwrap();
+        assert!(ended.status.success() && host.at("/usr/bin/bulkhead.called").exists());
+    }
+
+    #[test]
+    fn what_a_removal_could_not_undo_is_undone_by_a_purge() {
+        let host = Host::new();
+        let kept = "/var/lib/bulkhead-uninstall/bulkhead";
+        let record = "/etc/bulkhead/containerd-config";
+        host.write("/usr/bin/bulkhead", PROGRAM);
+        host.write("/usr/bin/bulkhead.pods", "[]\n");
+        host.write("/usr/bin/bulkhead.fails", "");
+        host.write(record, "/elsewhere/config.toml\n");
+        let (is_removed, said) = host.run(BEFORE_REMOVAL, "remove");
+        assert!(is_removed && said.contains("dpkg --purge bulkhead"), "{said}");
+        fs::remove_file(host.at("/usr/bin/bulkhead")).unwrap();
+        assert_eq!(host.run(AFTER_REMOVAL, "remove"), (true, String::new()));
+        // It fails as long as the reason is there, and keeps all that is needed.
+        host.write(&format!("{kept}.fails"), "");
+        let (is_purged, said) = host.run(AFTER_REMOVAL, "purge");
+        assert!(!is_purged && said.contains("not all was undone"), "{said}");
+        assert!(host.at(record).exists() && host.at(kept).exists());
+        fs::remove_file(host.at(&format!("{kept}.fails"))).unwrap();
+        // The program removes its record.
+        host.write(kept, &format!("#!/bin/sh\nrm {}\n", host.at(record).display()));
+        assert_eq!(host.run(AFTER_REMOVAL, "purge"), (true, String::new()));
+        assert!(!host.at("/etc/bulkhead").exists() && !host.at("/var/lib/bulkhead-uninstall").exists());
+    }
+
+    #[test]
+    fn a_purge_without_a_program_keeps_the_record_and_nothing_else() {
+        let host = Host::new();
+        let record = "/etc/bulkhead/containerd-config";
+        host.write("/etc/bulkhead/config.toml", "");
+        fs::create_dir(host.at("/etc/bulkhead/config.d")).unwrap();
+        host.write("/etc/bulkhead/config.d/own.toml", "");
+        host.write(record, "/elsewhere/config.toml\n");
+        let (is_removed, said) = host.run(BEFORE_REMOVAL, "remove");
+        assert!(is_removed && said.contains("not all was undone"), "{said}");
+        let (is_purged, said) = host.run(AFTER_REMOVAL, "purge");
+        assert!(is_purged && said.contains("/etc/bulkhead/containerd-config"), "{said}");
+        let left: Vec<_> =
+            fs::read_dir(host.at("/etc/bulkhead")).unwrap().map(|it| it.unwrap().path()).collect();
+        assert_eq!(left, [host.at(record)]);
+        fs::remove_file(host.at(record)).unwrap();
+        assert_eq!(host.run(AFTER_REMOVAL, "purge"), (true, String::new()));
+        assert!(!host.at("/etc/bulkhead").exists());
+    }
+
+    #[test]
+    fn an_installation_needs_the_kept_program_no_more() {
+        let host = Host::new();
+        fs::create_dir_all(host.at("/var/lib/bulkhead-uninstall")).unwrap();
+        assert_eq!(host.run(AFTER_INSTALLATION, "configure"), (true, String::new()));
+        assert!(!host.at("/var/lib/bulkhead-uninstall").exists());
     }
 
     #[test]

@@ -24,7 +24,7 @@ const CONFIGURATION: &str = "/etc/bulkhead/";
 
 /// The sources of the command `bulkhead` that say which subcommands, options and files it has.
 const SUBCOMMANDS: &str = "cli/src/args.rs";
-const INSTALLATION: &str = "cli/src/install/mod.rs";
+const INSTALLATION: &str = "cli/src/install/options.rs";
 
 /// Programs that the page may use, of which nothing is checked but the files that they name.
 const OTHERS: [&str; 6] = ["docker", "dpkg", "kubectl", "mkdir", "sed", "tar"];
@@ -151,7 +151,7 @@ fn check_subcommand(words: &[&str]) -> Result<()> {
         // The fields of the subcommands, of what several have, and of `install`.
         let is_there = commands.contains(&format!("        {name}:"))
             || arguments.contains(&format!("    pub(crate) {name}:"))
-            || installation.contains(&format!("    {name}:"));
+            || installation.contains(&format!("    pub(super) {name}:"));
         ensure!(is_there, "there is no option --{option}");
     }
     Ok(())

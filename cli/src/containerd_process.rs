@@ -1,0 +1,224 @@
+//! Whether a containerd that runs has read its present configuration. It reads it only when it starts.
+
+use std::{
+    fs, io,
+    os::unix::fs::MetadataExt,
+    path::{Path, PathBuf},
+    time::{Duration, SystemTime},
+};
+
+use crate::containerd::{CONFIG, Containerd};
+
+/// The name of its process.
+const NAME: &str = "containerd";
+
+/// The times of processes are in hundredths of a second on x86_64.
+const TICK: Duration = Duration::from_millis(10);
+
+/// What a containerd has read.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Reading {
+    /// It does not run.
+    Down,
+    /// Its present configuration.
+    Current,
+    /// This file, or the list of files in this directory, was changed after it had started.
+    Unread(PathBuf),
+}
+
+impl Containerd {
+    /// Compares the start of its process with the changes of its configuration. `root` is `/`, but for tests.
+    pub(crate) fn unread(&self, root: &Path) -> Reading {
+        let Some(started) = self.started(root) else { return Reading::Down };
+        let mut places = self.files(root).into_iter().chain(self.directories(root));
+        match places.find(|path| changed(path).is_some_and(|changed| changed > started)) {
+            Some(path) => Reading::Unread(path),
+            None => Reading::Current,
+        }
+    }
+
+    /// When its process has started. If there are several with this configuration, it is the first one.
+    fn started(&self, root: &Path) -> Option<SystemTime> {
+        let processes = fs::read_dir(root.join("proc")).ok()?.flatten().map(|entry| entry.path());
+        processes.filter(|process| self.is(process, root)).filter_map(|it| started(&it, root).ok()).min()
+    }
+
+    /// Whether a process is this containerd. One in a container has another root directory.
+    fn is(&self, process: &Path, root: &Path) -> bool {
+        let is_named = fs::read_to_string(process.join("comm")).is_ok_and(|name| name.trim_end() == NAME);
+        is_named
+            && is_same(&process.join("root"), root)
+            && fs::read(process.join("cmdline")).is_ok_and(|line| {
+                let at = |path: &Path| root.join(path.strip_prefix("/").unwrap_or(path));
+                let read = configuration_of(&line);
+                read == self.config || is_same(&at(&read), &at(&self.config))
+            })
+    }
+}
+
+/// The configuration that is named in the command line of a containerd, or the one that it reads by default.
+fn configuration_of(line: &[u8]) -> PathBuf {
+    let mut words = line.split(|byte| *byte == 0).map(String::from_utf8_lossy);
+    while let Some(word) = words.next() {
+        match word.trim_start_matches('-').split_once('=') {
+            Some(("config" | "c", path)) if word.starts_with('-') => return path.into(),
+            None if ["--config", "-config", "-c"].contains(&&*word) => {
+                return words.next().map_or_else(|| CONFIG.into(), |path| path.into_owned().into());
+            }
+            _ => {}
+        }
+    }
+    CONFIG.into()
+}
+
+/// Whether both are the same file or directory.
+fn is_same(one: &Path, other: &Path) -> bool {
+    let id = |path: &Path| fs::metadata(path).map(|it| (it.dev(), it.ino())).ok();
+    id(one).is_some_and(|one| id(other) == Some(one))
+}
+
+/// When a process has started.
+fn started(process: &Path, root: &Path) -> io::Result<SystemTime> {
+    let odd = || io::Error::from(io::ErrorKind::InvalidData);
+    let stat = fs::read_to_string(process.join("stat"))?;
+    // The name is in brackets, and may contain some. The 22nd field is the start, since the host's.
+    let (_, rest) = stat.rsplit_once(')').ok_or_else(odd)?;
+    let ticks: u32 = rest.split_whitespace().nth(19).and_then(|it| it.parse().ok()).ok_or_else(odd)?;
+    let uptime = fs::read_to_string(root.join("proc/uptime"))?;
+    let uptime: f64 = uptime.split_whitespace().next().and_then(|it| it.parse().ok()).ok_or_else(odd)?;
+    let uptime = Duration::try_from_secs_f64(uptime).map_err(io::Error::other)?;
+    let age = uptime.saturating_sub(TICK * ticks);
+    SystemTime::now().checked_sub(age).ok_or_else(odd)
+}
+
+/// When a file, or the list of files in a directory, was changed. Its date may be older: whoever copies a file can give
+/// it any.
+fn changed(path: &Path) -> Option<SystemTime> {
+    let metadata = path.metadata().ok()?;
+    let seconds = Duration::from_secs(metadata.ctime().try_into().ok()?);
+    let nanoseconds = Duration::from_nanos(metadata.ctime_nsec().try_into().ok()?);
+    SystemTime::UNIX_EPOCH.checked_add(seconds)?.checked_add(nanoseconds)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{os::unix::fs::symlink, thread::sleep};
+
+    use super::*;
+
+    /// A host with one containerd, which has started now.
+    struct Host(tempfile::TempDir);
+
+    impl Host {
+        fn at(&self, path: &str) -> PathBuf {
+            self.0.path().join(path.trim_start_matches('/'))
+        }
+
+        fn write(&self, path: &str, text: &str) {
+            fs::create_dir_all(self.at(path).parent().unwrap()).unwrap();
+            fs::write(self.at(path), text).unwrap();
+        }
+
+        fn start(&self, arguments: &str, root: &Path) {
+            let uptime = fs::read_to_string("/proc/uptime").unwrap();
+            let ticks = uptime.split_whitespace().next().unwrap().replace('.', "");
+            self.write("proc/uptime", &uptime);
+            self.write("proc/7/comm", "containerd\n");
+            self.write("proc/7/cmdline", &format!("containerd\0{arguments}"));
+            let fields = "0 ".repeat(18);
+            self.write("proc/7/stat", &format!("7 (a) b) S {fields}{ticks} 0\n"));
+            _ = fs::remove_file(self.at("proc/7/root"));
+            symlink(root, self.at("proc/7/root")).unwrap();
+        }
+
+        /// Lets time pass, until a change now is not at the same time as the start.
+        fn later(&self) {
+            sleep(TICK * 5);
+        }
+
+        fn unread(&self, config: &str) -> Reading {
+            // The uptime goes on.
+            self.write("proc/uptime", &fs::read_to_string("/proc/uptime").unwrap());
+            Containerd::of(config.into()).unread(self.0.path())
+        }
+    }
+
+    #[test]
+    fn what_was_changed_after_the_start_is_unread() {
+        let host = Host(tempfile::tempdir().unwrap());
+        host.write(CONFIG, "version = 3\n");
+        host.write("etc/containerd/conf.d/a.toml", "");
+        host.later();
+        assert_eq!(host.unread(CONFIG), Reading::Down);
+        host.start("", host.0.path());
+        host.later();
+        assert_eq!(host.unread(CONFIG), Reading::Current);
+        host.write(CONFIG, "version = 2\n");
+        assert_eq!(host.unread(CONFIG), Reading::Unread(host.at(CONFIG)));
+        host.later();
+        host.start("", host.0.path());
+        host.later();
+        assert_eq!(host.unread(CONFIG), Reading::Current);
+        fs::remove_file(host.at("etc/containerd/conf.d/a.toml")).unwrap();
+        assert_eq!(host.unread(CONFIG), Reading::Unread(host.at("etc/containerd/conf.d")));
+    }
+
+    #[test]
+    fn a_template_of_k3s_counts_also_when_it_is_removed() {
+        let host = Host(tempfile::tempdir().unwrap());
+        let directory = "/var/lib/rancher/k3s/agent/etc/containerd";
+        let (config, template) =
+            (format!("{directory}/config.toml"), format!("{directory}/config.toml.tmpl"));
+        host.write(&config, "version = 2\n");
+        host.write(&template, "{{ template \"base\" . }}\n");
+        host.later();
+        let start = || {
+            host.start(&format!("-c\0{config}\0-a\0/run/k3s"), host.0.path());
+            host.later();
+        };
+        start();
+        assert_eq!(host.unread(&config), Reading::Current);
+        assert_eq!(host.unread(CONFIG), Reading::Down, "that is another one");
+        host.write(&template, "");
+        assert_eq!(host.unread(&config), Reading::Unread(host.at(&template)));
+        host.later();
+        start();
+        fs::remove_file(host.at(&template)).unwrap();
+        assert_eq!(host.unread(&config), Reading::Unread(host.at(directory)));
+    }
+
+    #[test]
+    fn a_containerd_in_a_container_is_another() {
+        let host = Host(tempfile::tempdir().unwrap());
+        host.write(CONFIG, "version = 3\n");
+        host.start("", Path::new("/"));
+        assert_eq!(host.unread(CONFIG), Reading::Down);
+    }
+
+    #[test]
+    fn the_configuration_is_named_by_each_form_of_the_option() {
+        for line in [
+            "/usr/bin/containerd\0--config\0/x.toml\0",
+            "containerd\0-c=/x.toml",
+            "c\0-a\0s\0--config=/x.toml",
+        ] {
+            assert_eq!(configuration_of(line.as_bytes()), Path::new("/x.toml"), "{line}");
+        }
+        for line in ["/usr/bin/containerd\0", "", "containerd\0--config"] {
+            assert_eq!(configuration_of(line.as_bytes()), Path::new(CONFIG), "{line}");
+        }
+    }
+
+    /// The start of a process is found for one that runs on this host, too.
+    #[test]
+    fn a_process_that_has_just_started_is_young() {
+        let begun = SystemTime::now();
+        let mut sleeps = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        let found = started(&Path::new("/proc").join(sleeps.id().to_string()), Path::new("/"));
+        sleeps.kill().unwrap();
+        sleeps.wait().unwrap();
+        let found = found.unwrap();
+        let distance = found.duration_since(begun).unwrap_or_else(|error| error.duration());
+        assert!(distance < Duration::from_secs(10), "{distance:?}");
+    }
+}

@@ -1,0 +1,446 @@
+//! Tests of an installation and of its removal, below a root directory of their own.
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    os::unix::fs::symlink,
+    path::{Path, PathBuf},
+    thread,
+};
+
+use super::{options::DROP_IN, uninstall::uninstall_within, *};
+use crate::containerd::{ContainerdConfig, IMPORTED, RECORD, recorded};
+
+/// How long a test waits for a lock that nobody gives back.
+const SHORT: Duration = Duration::from_millis(100);
+
+/// All files below a directory.
+fn tree(root: &Path) -> BTreeMap<PathBuf, String> {
+    let mut files = BTreeMap::new();
+    for entry in fs::read_dir(root).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            files.extend(tree(&path));
+        } else {
+            files.insert(path.clone(), fs::read_to_string(&path).unwrap());
+        }
+    }
+    files
+}
+
+fn options(root: &Path) -> Options {
+    named(None, root)
+}
+
+fn named(containerd_config: Option<&str>, root: &Path) -> Options {
+    let containerd = ContainerdConfig { containerd_config: containerd_config.map(PathBuf::from) };
+    Options { containerd, restart: false, root: Some(root.into()) }
+}
+
+fn said(act: impl FnOnce(&mut Vec<u8>) -> Result<(), CommandError>) -> String {
+    let mut out = Vec::new();
+    act(&mut out).unwrap();
+    String::from_utf8(out).unwrap()
+}
+
+#[test]
+fn what_is_installed_is_uninstalled_without_a_trace() {
+    for configuration in [
+        "version = 2\n",
+        "version = 3\nimports = ['/etc/containerd/conf.d/*.toml']\n",
+        // Without a version.
+        "# root = '/var/lib/containerd'",
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path();
+        fs::create_dir_all(root.join("etc/containerd/conf.d")).unwrap();
+        fs::write(root.join("etc/containerd/config.toml"), configuration).unwrap();
+        let before = tree(root);
+        let first = said(|out| install(out, &options(root)));
+        assert!(first.contains("wrote") && first.contains("systemctl restart containerd"), "{first}");
+        let installed = tree(root);
+        assert!(installed.contains_key(&root.join("etc/bulkhead/runtimeclass.yaml")));
+        let ours = installed.values().filter(|text| text.contains(RUNTIME)).count();
+        assert_eq!(ours, 1, "{installed:?}");
+        let second = said(|out| install(out, &options(root)));
+        assert!(second.contains("as it was") && !second.contains("wrote"), "{second}");
+        assert_eq!(tree(root), installed);
+        let removed = said(|out| uninstall(out, &options(root)));
+        assert!(removed.contains("systemctl restart containerd"), "{removed}");
+        assert_eq!(tree(root), before);
+        assert!(!root.join("etc/bulkhead").exists());
+        let again = said(|out| uninstall(out, &options(root)));
+        assert!(again.starts_with("containerd's configuration is as it was"), "{again}");
+    }
+}
+
+#[test]
+fn what_was_installed_elsewhere_is_found_without_its_name() {
+    let dir = tempfile::tempdir().unwrap();
+    let root = dir.path();
+    let at = |path: &str| root.join(path.trim_start_matches('/'));
+    for directory in ["etc/containerd", "elsewhere"] {
+        fs::create_dir_all(at(directory)).unwrap();
+        fs::write(at(directory).join("config.toml"), "version = 2\n").unwrap();
+    }
+    let before = tree(root);
+    let elsewhere = "/elsewhere/config.toml";
+    let first = said(|out| install(out, &named(Some(elsewhere), root)));
+    assert!(first.contains(&format!("wrote {}\n", at(RECORD).display())), "{first}");
+    let installed = tree(root);
+    assert!(installed[&at(elsewhere)].contains(RUNTIME) && !installed[&at(CONFIG)].contains(RUNTIME));
+    // With the name and without it.
+    for again in [named(Some(elsewhere), root), options(root)] {
+        let said = said(|out| install(out, &again));
+        assert!(said.contains("as it was") && !said.contains("wrote"), "{said}");
+        assert_eq!(tree(root), installed);
+    }
+    let refused = install(&mut Vec::new(), &named(Some(CONFIG), root)).unwrap_err().to_string();
+    assert!(refused.starts_with(&format!("{}: ", at(elsewhere).display())), "{refused}");
+    assert!(refused.ends_with("run `bulkhead uninstall` first"), "{refused}");
+    assert_eq!(tree(root), installed);
+    let removed = said(|out| uninstall(out, &options(root)));
+    assert!(removed.contains(&format!("removed {}\n", at(RECORD).display())), "{removed}");
+    assert_eq!(tree(root), before);
+    // The other way round, and for a file of its own that is imported.
+    fs::write(at(CONFIG), "version = 3\nimports = ['/etc/containerd/conf.d/*.toml']\n").unwrap();
+    install(&mut Vec::new(), &options(root)).unwrap();
+    let refused = install(&mut Vec::new(), &named(Some(elsewhere), root)).unwrap_err().to_string();
+    assert!(refused.starts_with(&format!("{}: ", at(IMPORTED).join(DROP_IN).display())), "{refused}");
+    // What was removed by hand refuses nothing.
+    fs::remove_file(at(IMPORTED).join(DROP_IN)).unwrap();
+    install(&mut Vec::new(), &named(Some(elsewhere), root)).unwrap();
+    // Another configuration than the recorded one leaves the record.
+    uninstall(&mut Vec::new(), &named(Some(CONFIG), root)).unwrap();
+    assert_eq!(recorded(root).unwrap().as_deref(), Some(Path::new(elsewhere)));
+}
+
+#[test]
+fn what_the_operator_has_changed_is_kept() {
+    let dir = tempfile::tempdir().unwrap();
+    let root = dir.path();
+    fs::create_dir_all(root.join("etc/containerd")).unwrap();
+    fs::write(root.join("etc/containerd/config.toml"), "version = 2\n").unwrap();
+    install(&mut Vec::new(), &options(root)).unwrap();
+    fs::write(root.join("etc/bulkhead/config.toml"), "memory_mib = 512\n").unwrap();
+    let said = said(|out| uninstall(out, &options(root)));
+    assert!(said.contains("etc/bulkhead/config.toml: it is not what this version writes"), "{said}");
+    assert_eq!(tree(root).into_values().collect::<Vec<_>>(), ["memory_mib = 512\n", "version = 2\n"]);
+}
+
+#[test]
+fn a_configuration_that_is_named_must_exist() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("new/config.toml");
+    let options = Options { root: None, ..named(path.to_str(), Path::new("/")) };
+    let error = configure(&mut Vec::new(), &options, &options.containerd()).unwrap_err().to_string();
+    assert!(error.starts_with(&format!("{}: there is no such file, so", path.display())), "{error}");
+    assert!(!dir.path().join("new").exists());
+}
+
+#[test]
+fn a_disabled_plugin_is_said_to_ignore_the_handlers() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::create_dir_all(dir.path().join("etc/containerd")).unwrap();
+    let text = "version = 2\ndisabled_plugins = ['io.containerd.grpc.v1.cri']\n";
+    fs::write(dir.path().join("etc/containerd/config.toml"), text).unwrap();
+    let said = said(|out| install(out, &options(dir.path())));
+    assert!(said.contains("the runtime handlers have no effect\n      -> remove `io.containerd."), "{said}");
+}
+
+#[test]
+fn a_line_that_the_operator_has_added_is_kept_or_named() {
+    let cgroups = "  cgroup_writable = true\n";
+    for (configuration, written) in [
+        ("version = 2\n", "config.toml"),
+        ("version = 3\nimports = ['/etc/containerd/conf.d/*.toml']\n", "conf.d/bulkhead.toml"),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |path: &str| dir.path().join("etc/containerd").join(path);
+        fs::create_dir_all(at("conf.d")).unwrap();
+        fs::write(at("config.toml"), configuration).unwrap();
+        install(&mut Vec::new(), &options(dir.path())).unwrap();
+        let ours = fs::read_to_string(at(written)).unwrap();
+        let line = format!("runtime_type = \"{RUNTIME}\"\n");
+        let edited = ours.replacen(&line, &format!("{line}{cgroups}"), 1);
+        fs::write(at(written), &edited).unwrap();
+        let again = said(|out| install(out, &options(dir.path())));
+        assert!(again.contains("and cgroup_writable = true") && !again.contains("wrote"), "{again}");
+        assert_eq!(fs::read_to_string(at(written)).unwrap(), edited);
+        // What another version has written is replaced.
+        fs::write(at(written), edited.replacen(&line, "runtime_type = \"old\"\n", 1)).unwrap();
+        let upgraded = said(|out| install(out, &options(dir.path())));
+        let gone = "are gone: runtime_type = \"old\"; cgroup_writable = true\n      -> if";
+        assert!(upgraded.contains(gone), "{upgraded}");
+        assert_eq!(fs::read_to_string(at(written)).unwrap(), ours);
+    }
+}
+
+#[test]
+fn the_link_of_a_server_of_metrics_is_removed() {
+    let dir = tempfile::tempdir().unwrap();
+    let wants = dir.path().join("etc/systemd/system/multi-user.target.wants");
+    fs::create_dir_all(&wants).unwrap();
+    let link = wants.join("bulkhead-metrics.service");
+    symlink("/usr/local/lib/systemd/system/bulkhead-metrics.service", &link).unwrap();
+    let removed = said(|out| uninstall(out, &options(dir.path())));
+    assert!(removed.contains(&format!("removed {}\n", link.display())), "{removed}");
+    assert!(link.symlink_metadata().is_err());
+    assert!(!said(|out| uninstall(out, &options(dir.path()))).contains("metrics"));
+}
+
+#[test]
+fn a_file_that_cannot_be_read_keeps_nothing_else() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |path: &str| dir.path().join(path);
+    fs::create_dir_all(at("etc/containerd")).unwrap();
+    fs::write(at("etc/containerd/config.toml"), "version = 2\n").unwrap();
+    install(&mut Vec::new(), &options(dir.path())).unwrap();
+    fs::write(at("etc/containerd/config.toml"), b"\xff").unwrap();
+    fs::write(at("etc/bulkhead/runtimeclass.yaml"), b"\xff").unwrap();
+    let mut out = Vec::new();
+    let error = uninstall(&mut out, &options(dir.path())).unwrap_err().to_string();
+    let said = String::from_utf8(out).unwrap();
+    assert!(error.contains("etc/containerd/config.toml"), "{error}");
+    assert!(said.contains("removed") && !at("etc/bulkhead/config.toml").exists(), "{said}");
+    assert!(!said.contains("Running pods"), "{said}");
+}
+
+#[test]
+fn a_configuration_that_is_not_cleaned_stays_recorded() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |path: &str| dir.path().join(path.trim_start_matches('/'));
+    let elsewhere = "/elsewhere/config.toml";
+    for directory in ["etc/containerd", "elsewhere"] {
+        fs::create_dir_all(at(directory)).unwrap();
+        fs::write(at(directory).join("config.toml"), "version = 2\n").unwrap();
+    }
+    let before = tree(dir.path());
+    install(&mut Vec::new(), &named(Some(elsewhere), dir.path())).unwrap();
+    let installed = fs::read(at(elsewhere)).unwrap();
+    fs::write(at(elsewhere), b"\xff").unwrap();
+    let error = uninstall(&mut Vec::new(), &options(dir.path())).unwrap_err().to_string();
+    assert!(error.contains(elsewhere), "{error}");
+    fs::write(at(elsewhere), installed).unwrap();
+    let removed = said(|out| uninstall(out, &options(dir.path())));
+    assert!(removed.contains(&format!("removed {}\n", at(RECORD).display())), "{removed}");
+    assert_eq!(tree(dir.path()), before);
+}
+
+#[test]
+fn a_configuration_is_recorded_before_it_is_changed() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |path: &str| dir.path().join(path.trim_start_matches('/'));
+    fs::create_dir_all(at("elsewhere")).unwrap();
+    fs::write(at("elsewhere/config.toml"), "version = 2\n").unwrap();
+    // A directory in its place, so that it cannot be written.
+    fs::create_dir_all(at(RECORD).join("x")).unwrap();
+    install(&mut Vec::new(), &named(Some("/elsewhere/config.toml"), dir.path())).unwrap_err();
+    assert_eq!(fs::read_to_string(at("elsewhere/config.toml")).unwrap(), "version = 2\n");
+}
+
+#[test]
+fn what_another_version_has_installed_is_uninstalled() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |path: &str| dir.path().join(path);
+    fs::create_dir_all(at("etc/containerd/conf.d")).unwrap();
+    let configuration = "version = 3\nimports = ['/etc/containerd/conf.d/*.toml']\n";
+    fs::write(at("etc/containerd/config.toml"), configuration).unwrap();
+    install(&mut Vec::new(), &options(dir.path())).unwrap();
+    let drop_in = at("etc/containerd/conf.d/bulkhead.toml");
+    let other = fs::read_to_string(&drop_in).unwrap().replace("  sandboxer = \"shim\"\n", "");
+    fs::write(&drop_in, &other).unwrap();
+    let removed = said(|out| uninstall(out, &options(dir.path())));
+    assert!(removed.contains("removed") && removed.contains("systemctl restart containerd"), "{removed}");
+    assert!(!drop_in.exists(), "a handler would be left, and no shim");
+    // One that the operator has written is his.
+    fs::write(&drop_in, "version = 3\n").unwrap();
+    let kept = said(|out| uninstall(out, &options(dir.path())));
+    assert!(kept.contains("bulkhead.toml: it was not written by `bulkhead install`"), "{kept}");
+    assert!(drop_in.exists());
+}
+
+#[test]
+fn k3s_and_rke2_keep_what_they_generate() {
+    for (data, unit) in [
+        ("var/lib/rancher/k3s", "systemctl restart k3s or systemctl restart k3s-agent"),
+        ("var/lib/rancher/rke2", "systemctl restart rke2-server or systemctl restart rke2-agent"),
+    ] {
+        let directory = format!("{data}/agent/etc/containerd");
+        let imports = format!("version = 3\nimports = [\"/{directory}/config-v3.toml.d/*.toml\"]\n");
+        for (generated, written) in [
+            ("version = 2\n", "config.toml.tmpl"),
+            ("version = 3\n", "config-v3.toml.tmpl"),
+            (imports.as_str(), "config-v3.toml.d/bulkhead.toml"),
+        ] {
+            let dir = tempfile::tempdir().unwrap();
+            let at = |path: &str| dir.path().join(&directory).join(path);
+            fs::create_dir_all(at("config-v3.toml.d")).unwrap();
+            // Of a containerd for docker, beside the one for Kubernetes.
+            fs::create_dir_all(dir.path().join("etc/containerd")).unwrap();
+            fs::write(dir.path().join("etc/containerd/config.toml"), "version = 2\n").unwrap();
+            fs::write(at("config.toml"), generated).unwrap();
+            let before = tree(dir.path());
+            let first = said(|out| install(out, &options(dir.path())));
+            assert!(first.contains(unit), "{first}");
+            assert!(fs::read_to_string(at(written)).unwrap().contains(RUNTIME), "{first}");
+            let added = tree(dir.path()).len() - before.len();
+            assert_eq!(added, 1 + OWN_FILES.len(), "{:?}", tree(dir.path()));
+            let second = said(|out| install(out, &options(dir.path())));
+            assert!(second.contains("as it was") && !second.contains("wrote"), "{second}");
+            said(|out| uninstall(out, &options(dir.path())));
+            assert_eq!(tree(dir.path()), before);
+        }
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let path = "/data/k3s/agent/etc/containerd/config.toml";
+    let options = named(Some(path), dir.path());
+    let error = install(&mut Vec::new(), &options).unwrap_err().to_string();
+    let remedy = "which k3s generates when it starts; start k3s first";
+    assert!(error.contains(remedy) && !error.contains("install"), "{error}");
+    let generated = dir.path().join("data/k3s/agent/etc/containerd/config.toml");
+    fs::create_dir_all(generated.parent().unwrap()).unwrap();
+    fs::write(&generated, "[plugins.opt]\n").unwrap();
+    let error = install(&mut Vec::new(), &options).unwrap_err().to_string();
+    assert!(error.contains("k3s generates it; put the version at") && !error.contains("default"), "{error}");
+    assert_eq!(fs::read_to_string(generated).unwrap(), "[plugins.opt]\n");
+}
+
+#[test]
+fn a_link_to_a_file_outside_of_the_root_is_refused() {
+    let (dir, outside) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let root = dir.path();
+    let hosts = outside.path().join("config.toml");
+    fs::create_dir_all(root.join("etc/containerd")).unwrap();
+    fs::write(&hosts, "version = 2\n").unwrap();
+    symlink(&hosts, root.join("etc/containerd/config.toml")).unwrap();
+    for refused in [install(&mut Vec::new(), &options(root)), uninstall(&mut Vec::new(), &options(root))] {
+        let error = refused.unwrap_err().to_string();
+        assert!(error.contains("etc/containerd/config.toml leads out of the root directory"), "{error}");
+    }
+    // A directory may be a link too, and the link may lead to another file of the root directory.
+    fs::remove_file(root.join("etc/containerd/config.toml")).unwrap();
+    fs::write(root.join("etc/containerd/own.toml"), "version = 2\n").unwrap();
+    symlink("own.toml", root.join("etc/containerd/config.toml")).unwrap();
+    symlink(outside.path(), root.join("etc/bulkhead")).unwrap();
+    assert!(install(&mut Vec::new(), &options(root)).is_err());
+    fs::remove_file(root.join("etc/bulkhead")).unwrap();
+    install(&mut Vec::new(), &options(root)).unwrap();
+    assert_eq!(fs::read_dir(outside.path()).unwrap().count(), 1);
+    assert_eq!(fs::read_to_string(&hosts).unwrap(), "version = 2\n");
+}
+
+#[test]
+fn what_pods_lack_of_a_network_is_said_at_the_end() {
+    let dir = tempfile::tempdir().unwrap();
+    let network = |text: &str, generator| {
+        said(|out| say_of_network(out, dir.path(), Ok(toml::from_str(text).unwrap()), generator))
+    };
+    // k3s has no handler before it has read its template, and gets it when it starts next.
+    let v3 = "[plugins.'io.containerd.cri.v1.runtime'.cni]\nconf_dir = '/cni'\n";
+    let none = network(v3, Some("k3s"));
+    assert!(none.starts_with("warn  CNI: there is no configuration in /cni"), "{none}");
+    assert!(none.lines().nth(1).is_some_and(|line| line.starts_with("      -> install")), "{none}");
+    fs::create_dir_all(dir.path().join("cni")).unwrap();
+    fs::create_dir_all(dir.path().join("opt/cni/bin")).unwrap();
+    fs::write(dir.path().join("cni/10-pods.conf"), "{\"type\": \"bridge\"}").unwrap();
+    fs::write(dir.path().join("opt/cni/bin/bridge"), "").unwrap();
+    assert_eq!(network(v3, None), "");
+    let unknown = said(|out| say_of_network(out, dir.path(), Err(io::ErrorKind::NotFound.into()), None));
+    assert!(
+        unknown.starts_with("fail  runtime handler: containerd's configuration is not known"),
+        "{unknown}"
+    );
+}
+
+#[test]
+fn a_root_without_a_configuration_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let error = install(&mut Vec::new(), &options(dir.path())).unwrap_err().to_string();
+    assert!(error.starts_with("containerd is not found: there is no "), "{error}");
+    assert!(tree(dir.path()).is_empty());
+}
+
+#[test]
+fn one_at_a_time_changes_a_host() {
+    let dir = tempfile::tempdir().unwrap();
+    let root = dir.path();
+    fs::create_dir_all(root.join("etc/containerd")).unwrap();
+    fs::write(root.join("etc/containerd/config.toml"), "version = 2\n").unwrap();
+    let before = tree(root);
+    let lock = Lock::take(root, SHORT).unwrap();
+    for refused in [
+        install_within(&mut Vec::new(), &options(root), SHORT),
+        uninstall_within(&mut Vec::new(), &options(root), SHORT),
+    ] {
+        let error = refused.unwrap_err().to_string();
+        assert!(error.contains(&format!("the process {} ", std::process::id())), "{error}");
+    }
+    assert_eq!(fs::read_to_string(root.join("etc/containerd/config.toml")).unwrap(), "version = 2\n");
+    thread::scope(|scope| {
+        let waits = scope.spawn(|| install(&mut Vec::new(), &options(root)));
+        thread::sleep(SHORT);
+        assert!(!waits.is_finished());
+        drop(lock);
+        waits.join().unwrap().unwrap();
+    });
+    uninstall(&mut Vec::new(), &options(root)).unwrap();
+    assert_eq!(tree(root), before);
+    assert!(!root.join("run").exists());
+}
+
+#[test]
+fn the_handlers_are_removed_from_each_containerd() {
+    let dir = tempfile::tempdir().unwrap();
+    let root = dir.path();
+    let at = |path: &str| root.join(path.trim_start_matches('/'));
+    let k3s = "/var/lib/rancher/k3s/agent/etc/containerd/config.toml";
+    let rke2 = "/var/lib/rancher/rke2/agent/etc/containerd/config.toml";
+    for config in [CONFIG, k3s, rke2] {
+        fs::create_dir_all(at(config).parent().unwrap()).unwrap();
+        fs::write(at(config), "version = 2\n").unwrap();
+    }
+    let before = tree(root);
+    // As k3s and RKE2 come to a host one after the other: each is the one that is found.
+    let mut installed = BTreeMap::new();
+    for config in [CONFIG, k3s, rke2] {
+        install(&mut Vec::new(), &named(Some(config), root)).unwrap();
+        fs::remove_file(at(RECORD)).unwrap();
+        // That the first one has the handlers is not seen by the next.
+        installed.extend(tree(root).into_iter().filter(|(path, text)| before.get(path) != Some(text)));
+        for (path, text) in &before {
+            fs::write(path, text).unwrap();
+        }
+        for template in [k3s, rke2].map(|config| at(config).with_file_name(TEMPLATE_V2)) {
+            _ = fs::remove_file(template);
+        }
+    }
+    let restore = || installed.iter().for_each(|(path, text)| fs::write(path, text).unwrap());
+    restore();
+    let removed = said(|out| uninstall(out, &options(root)));
+    assert_eq!(tree(root), before, "{removed}");
+    // One that fails keeps no other.
+    fs::create_dir_all(at("etc/bulkhead")).unwrap();
+    restore();
+    let template = at(k3s).with_file_name(TEMPLATE_V2);
+    fs::write(&template, b"\xff").unwrap();
+    let (first, text) = (at(CONFIG), fs::read_to_string(at(CONFIG)).unwrap());
+    fs::write(&first, text.replace("# End: added by `bulkhead install`.\n", "")).unwrap();
+    let error = uninstall(&mut Vec::new(), &options(root)).unwrap_err().to_string();
+    assert!(error.starts_with("2 steps have failed, and the others were taken: "), "{error}");
+    for path in [&template, &first] {
+        assert!(error.contains(&path.display().to_string()), "{error}");
+    }
+    assert!(!at(rke2).with_file_name(TEMPLATE_V2).exists());
+    assert!(!at("etc/bulkhead").exists());
+}
+
+#[test]
+fn a_record_that_cannot_be_read_is_not_taken_for_none() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::create_dir_all(dir.path().join("etc/bulkhead")).unwrap();
+    fs::write(dir.path().join("etc/bulkhead/containerd-config"), b"/\xff\n").unwrap();
+    let error = uninstall(&mut Vec::new(), &options(dir.path())).unwrap_err().to_string();
+    assert!(error.contains("etc/bulkhead/containerd-config"), "{error}");
+    assert!(dir.path().join("etc/bulkhead/containerd-config").exists());
+}
