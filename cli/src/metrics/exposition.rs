@@ -278,8 +278,8 @@ impl Exposition {
             self.metric(name, help, kind, values);
         }
         let requests = pods.iter().flat_map(|sample| {
-            let of_share = |share: &str| of_with(sample, "share", share);
-            sample.usage.file_requests.iter().map(move |(share, count)| (of_share(share), *count))
+            let of_device = |device: &str| of_with(sample, "device", device);
+            sample.usage.file_requests.iter().map(move |(device, count)| (of_device(device), *count))
         });
         let help = "Requests of the guest for files of the host.";
         self.metric("bulkhead_pod_file_requests_total", help, Kind::Counter, requests);

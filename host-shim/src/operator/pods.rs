@@ -84,6 +84,9 @@ pub(super) struct VmmConfig {
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub(super) struct Share {
     pub(super) tag: String,
+    /// Only the guest changes what it reaches by this device.
+    #[serde(default)]
+    pub(super) exclusive: bool,
 }
 
 /// The state directories of the pods below `root`, sorted by containerd, namespace and id.

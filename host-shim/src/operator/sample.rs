@@ -493,7 +493,7 @@ mod tests {
         assert_eq!((sample.is_up, &sample.pod.problems[..]), (Some(true), &[][..]));
         assert_eq!((sample.pod.vcpus, sample.pod.template), (Some(2), Some("/t".into())));
         assert!(sample.usage.threads.is_some());
-        assert_eq!(sample.usage.file_requests, [("share".to_owned(), 3)]);
+        assert_eq!(sample.usage.file_requests, [("shared", 3)]);
         assert_eq!(sample.usage.devices.balloon_bytes, Some(5));
         vmm.join().unwrap();
     }
@@ -531,11 +531,7 @@ mod tests {
         let vmm = vmm_that_answers(listener, format!("{answer}\n"));
         let up = sample(Duration::from_secs(60));
         let problems = up.pod.problems;
-        assert_eq!(
-            (up.is_up, up.usage.file_requests),
-            (Some(true), vec![("share".to_owned(), 3)]),
-            "{problems:?}"
-        );
+        assert_eq!((up.is_up, up.usage.file_requests), (Some(true), vec![("shared", 3)]), "{problems:?}");
         vmm.join().unwrap();
     }
 }

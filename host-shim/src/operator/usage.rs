@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     host::{network::TAP, process_id::ProcessId},
-    operator::pods::VmmConfig,
+    operator::pods::{Share, VmmConfig},
 };
 
 /// The most bytes of a file that are read.
@@ -41,8 +41,9 @@ pub struct Usage {
     pub kvm_exits: Option<u64>,
     /// What the guest has sent and received.
     pub network: Option<NetworkUsage>,
-    /// The requests of the guest for files, of each share. Empty: the VMM has not answered.
-    pub file_requests: Vec<(String, u64)>,
+    /// The requests of the guest for files, of each virtio-fs device: `exclusive`, by which the guest reaches what only
+    /// it changes, and `shared`. Empty: the VMM has not answered.
+    pub file_requests: Vec<(&'static str, u64)>,
     /// What the devices of the VM have done. Nothing is known if the VMM has not answered, or is of an older version.
     pub devices: DeviceCounts,
     /// The pod's cgroup.
@@ -250,7 +251,7 @@ fn pressure(text: &str) -> Pressure {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Answer {
     /// As [`Usage::file_requests`].
-    pub(super) file_requests: Vec<(String, u64)>,
+    pub(super) file_requests: Vec<(&'static str, u64)>,
     /// As [`Usage::devices`].
     pub(super) devices: DeviceCounts,
 }
@@ -301,14 +302,15 @@ struct ShareCounts {
 }
 
 /// The numbers in the answer of a VMM.
-fn file_requests(line: &[u8], config: &VmmConfig) -> io::Result<Vec<(String, u64)>> {
+fn file_requests(line: &[u8], config: &VmmConfig) -> io::Result<Vec<(&'static str, u64)>> {
     let Counts { shares } = serde_json::from_slice(line)?;
     let count = |tag: &str| {
         let of_tag = shares.iter().filter(|share| share.tag == tag);
         of_tag.flat_map(|share| share.requests.values()).fold(0, |sum: u64, n| sum.saturating_add(*n))
     };
     // The tags are those of the configuration, whatever the VMM says.
-    Ok(config.shares.iter().map(|share| (share.tag.clone(), count(&share.tag))).collect())
+    let device = |share: &Share| -> &'static str { if share.exclusive { "exclusive" } else { "shared" } };
+    Ok(config.shares.iter().map(|share| (device(share), count(&share.tag))).collect())
 }
 
 #[cfg(test)]
@@ -430,7 +432,7 @@ mod tests {
             {"tag":"evil\n","requests":{"x":1}}]}"#;
         let answer = answer.replace('\n', "");
         let answer = asked(Box::leak(format!("{answer}\n").into_boxed_str())).unwrap();
-        assert_eq!(answer.file_requests, [("share".to_owned(), u64::MAX)]);
+        assert_eq!(answer.file_requests, [("shared", u64::MAX)]);
         for wrong in ["{\"result\":\"ok\"}\n", "no JSON\n"] {
             assert_eq!(asked(wrong).unwrap_err().kind(), io::ErrorKind::InvalidData, "{wrong}");
         }

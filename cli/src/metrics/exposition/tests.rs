@@ -34,7 +34,7 @@ fn node(id: &str) -> Node {
         io_pressure: Pressure { waiting_seconds: Some(2.0), stalled_seconds: Some(0.0) },
     };
     sample.usage.cpu = Some(CpuUsage { vcpu: 1.5, fs: 0.0, other: 0.25 });
-    sample.usage.file_requests = vec![("share".into(), u64::MAX)];
+    sample.usage.file_requests = vec![("shared", u64::MAX)];
     sample.usage.kvm_exits = Some(7);
     sample.usage.devices = DeviceCounts {
         balloon_bytes: Some(4096),
@@ -164,7 +164,7 @@ fn numbers_have_base_units_and_the_labels_of_their_pod() {
         format!(r#"bulkhead_pod_vm_info{{{labels},vm="boot"}} 1"#),
         format!("bulkhead_pod_created_timestamp_seconds{{{labels}}} 1.5"),
         format!(r#"bulkhead_pod_cpu_seconds_total{{{labels},thread="vcpu"}} 1.5"#),
-        format!(r#"bulkhead_pod_file_requests_total{{{labels},share="share"}} 18446744073709551615"#),
+        format!(r#"bulkhead_pod_file_requests_total{{{labels},device="shared"}} 18446744073709551615"#),
         format!("bulkhead_pod_kvm_exits_total{{{labels}}} 7"),
         format!("bulkhead_pod_balloon_bytes{{{labels}}} 4096"),
         format!("bulkhead_pod_free_page_reported_bytes_total{{{labels}}} 0"),

@@ -66,7 +66,7 @@ fn pod(host: &Host) -> Result<()> {
         ("bulkhead_pod_cgroup_memory_bytes", None),
         ("bulkhead_pod_cgroup_memory_limit_bytes", None),
         ("bulkhead_pod_kvm_exits_total", None),
-        ("bulkhead_pod_file_requests_total", Some(("share", "roots"))),
+        ("bulkhead_pod_file_requests_total", Some(("device", "exclusive"))),
         ("bulkhead_pod_vsock_receive_bytes_total", None),
         ("bulkhead_pod_vsock_transmit_bytes_total", None),
         ("bulkhead_pod_vmm_threads", None),
