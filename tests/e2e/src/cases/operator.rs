@@ -493,13 +493,14 @@ mod tests {
     ];
 
     /// Words of the page that nobody says: commands of others, options, files, and keys with a value.
-    const NO_MESSAGES: [&str; 36] = [
+    const NO_MESSAGES: [&str; 37] = [
         "->",
         "warn",
         "docker inspect --format '{{.Id}}' NAME",
         "crictl pods --no-trunc --quiet --name NAME",
         "kubectl describe pod",
         "docker run",
+        "docker",
         "journalctl --unit containerd",
         "ctr run",
         "ctr",
