@@ -46,7 +46,14 @@ pub(super) fn write<E: From<io::Error>>(
     check: impl FnOnce(&Path) -> Result<(), E>,
 ) -> Result<(), E> {
     let path = match fs::canonicalize(path) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => path.to_owned(),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => match fs::read_link(path) {
+            // The link would be lost.
+            Ok(to) => {
+                let reason = format!("it is a symbolic link to {}, which is not there", to.display());
+                return Err(io::Error::other(format!("{reason}; make that file, or remove the link")).into());
+            }
+            Err(_) => path.to_owned(),
+        },
         other => other?,
     };
     if let Some(directory) = path.parent() {

@@ -120,6 +120,7 @@ fn configure(out: &mut impl Write, options: &Options, containerd: &Containerd) -
     };
     // First, so that `bulkhead uninstall` finds what is written, even if this process is killed meanwhile.
     options.record(out)?;
+    let has_own_file = matches!(change, Change::DropIn(_));
     let (path, text) = match change {
         Change::None => {
             say(out, &format!("kept {}: the handlers of Bulkhead are there", place.display()))?;
@@ -134,13 +135,16 @@ fn configure(out: &mut impl Write, options: &Options, containerd: &Containerd) -
         return Ok(false);
     }
     let lost = before.as_ref().map_or_else(Vec::new, |before| block::lost(before, &text));
-    if before.is_some_and(|before| block::has_all_of(&before, &text)) {
+    if before.as_ref().is_some_and(|before| block::has_all_of(before, &text)) {
         let added = match &lost[..] {
             [] => String::new(),
             lost => format!(", and {}", one_line(&lost.join("; "))),
         };
         say(out, &format!("kept {}: the handlers of Bulkhead are there{added}", path.display()))?;
         return Ok(false);
+    }
+    if has_own_file && before.is_some_and(|before| !block::is_ours(&before)) {
+        return Err(CommandError::OtherFile { path });
     }
     match containerd.generator() {
         // Nobody can ask containerd before a configuration has been generated.

@@ -3,7 +3,7 @@
 use std::{
     collections::BTreeMap,
     fs,
-    os::unix::fs::symlink,
+    os::unix::fs::{MetadataExt, PermissionsExt, symlink},
     path::{Path, PathBuf},
     thread,
 };
@@ -443,4 +443,92 @@ fn a_record_that_cannot_be_read_is_not_taken_for_none() {
     let error = uninstall(&mut Vec::new(), &options(dir.path())).unwrap_err().to_string();
     assert!(error.contains("etc/bulkhead/containerd-config"), "{error}");
     assert!(dir.path().join("etc/bulkhead/containerd-config").exists());
+}
+
+/// All that install and uninstall do to /etc/containerd: the bytes of its files, and its links.
+fn bytes(root: &Path) -> BTreeMap<PathBuf, (Option<PathBuf>, Vec<u8>, u32)> {
+    let mut all = BTreeMap::new();
+    for entry in fs::read_dir(root.join("etc/containerd")).unwrap() {
+        let path = entry.unwrap().path();
+        let metadata = path.symlink_metadata().unwrap();
+        if !metadata.is_dir() {
+            let text = fs::read(&path).unwrap_or_default();
+            all.insert(path.clone(), (fs::read_link(&path).ok(), text, metadata.mode()));
+        }
+    }
+    all
+}
+
+#[test]
+fn odd_configurations_get_the_handlers_and_are_restored_to_the_last_byte() {
+    let by_hand = "version = 2\n[plugins.\"io.containerd.grpc.v1.cri\".containerd.runtimes.bulkhead]\n  \
+                   runtime_type = \"io.containerd.bulkhead.v2\"\n";
+    for (what, text, mode) in [
+        ("a byte order mark", "\u{feff}version = 2\n", 0o644),
+        ("ends of lines of Windows", "version = 2\r\n[debug]\r\nlevel = 'info'\r\n", 0o644),
+        ("these and an open line", "version = 3\r\nroot = '/x'", 0o644),
+        ("nothing", "", 0o644),
+        ("only a line break", "\n", 0o644),
+        ("a file that nobody may write", "version = 2\n", 0o444),
+        ("a secret", "version = 2\n", 0o600),
+        ("an import of a missing file", "version = 2\nimports = ['/no/such.toml']\n", 0o644),
+        ("the handler, by hand", by_hand, 0o644),
+    ] {
+        for is_link in [false, true] {
+            let dir = tempfile::tempdir().unwrap();
+            let at = |name: &str| dir.path().join("etc/containerd").join(name);
+            fs::create_dir_all(at("")).unwrap();
+            let file = at(if is_link { "real.toml" } else { "config.toml" });
+            fs::write(&file, text).unwrap();
+            fs::set_permissions(&file, fs::Permissions::from_mode(mode)).unwrap();
+            if is_link {
+                symlink("real.toml", at("config.toml")).unwrap();
+            }
+            let before = bytes(dir.path());
+            install(&mut Vec::new(), &options(dir.path())).unwrap();
+            let installed = fs::read_to_string(&file).unwrap();
+            let table = toml::from_str(&installed).unwrap();
+            assert_eq!(handlers(&table).get("bulkhead").map(String::as_str), Some(RUNTIME), "{what}");
+            assert_eq!(installed == text, text == by_hand, "{what}");
+            install(&mut Vec::new(), &options(dir.path())).unwrap();
+            assert_eq!(fs::read_to_string(&file).unwrap(), installed, "{what}, a second time");
+            uninstall(&mut Vec::new(), &options(dir.path())).unwrap();
+            assert_eq!(bytes(dir.path()), before, "{what}");
+        }
+    }
+}
+
+#[test]
+fn a_link_to_nothing_is_not_replaced() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = dir.path().join("etc/containerd/config.toml");
+    fs::create_dir_all(config.parent().unwrap()).unwrap();
+    symlink("missing.toml", &config).unwrap();
+    let named = named(Some("/etc/containerd/config.toml"), dir.path());
+    let write = files::write(&config, "text", |_| Ok::<_, io::Error>(()));
+    let error = write.unwrap_err().to_string();
+    assert!(error.contains("symbolic link") && error.contains("missing.toml"), "{error}");
+    install(&mut Vec::new(), &named).unwrap_err();
+    assert!(config.symlink_metadata().unwrap().is_symlink());
+}
+
+#[test]
+fn a_file_of_the_operator_in_the_place_of_ours_is_not_replaced() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |path: &str| dir.path().join("etc/containerd").join(path);
+    fs::create_dir_all(at("conf.d")).unwrap();
+    fs::write(at("config.toml"), "version = 3\nimports = ['/etc/containerd/conf.d/*.toml']\n").unwrap();
+    let own = "version = 3\n[plugins.'io.containerd.cri.v1.runtime']\nmax_container_log_line_size = 1\n";
+    fs::write(at("conf.d/bulkhead.toml"), own).unwrap();
+    let error = install(&mut Vec::new(), &options(dir.path())).unwrap_err().to_string();
+    assert!(error.contains("conf.d/bulkhead.toml") && error.contains("move it"), "{error}");
+    assert_eq!(fs::read_to_string(at("conf.d/bulkhead.toml")).unwrap(), own);
+    uninstall(&mut Vec::new(), &options(dir.path())).unwrap();
+    assert_eq!(fs::read_to_string(at("conf.d/bulkhead.toml")).unwrap(), own);
+    // One that has all that is needed does as well.
+    let all = block::Version::V3.file(true).replacen("# ", "# By hand. ", 1);
+    fs::write(at("conf.d/bulkhead.toml"), &all).unwrap();
+    install(&mut Vec::new(), &options(dir.path())).unwrap();
+    uninstall(&mut Vec::new(), &options(dir.path())).unwrap();
+    assert_eq!(fs::read_to_string(at("conf.d/bulkhead.toml")).unwrap(), all);
 }

@@ -118,7 +118,7 @@ fn remove_block(out: &mut impl Write, path: &Path) -> Result<bool, CommandError>
     if old == text {
         return Ok(false);
     }
-    if old.is_empty() {
+    if old.is_empty() && !block::was_there(&text) {
         remove(path)?;
         say(out, &format!("removed {}", path.display()))?;
     } else {
