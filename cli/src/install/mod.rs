@@ -1,5 +1,6 @@
 //! `bulkhead install` and `bulkhead uninstall`: configure containerd on a node, and undo it.
 
+mod archive_files;
 mod block;
 mod files;
 pub(crate) mod lock;
@@ -58,6 +59,7 @@ fn install_within(out: &mut impl Write, options: &Options, within: Duration) -> 
             Some(_) => say(out, &kept(&own))?,
         }
     }
+    archive_files::remove_older(out, options)?;
     if !is_changed {
         say(out, AS_IT_WAS)?;
     }

@@ -532,3 +532,51 @@ fn a_file_of_the_operator_in_the_place_of_ours_is_not_replaced() {
     uninstall(&mut Vec::new(), &options(dir.path())).unwrap();
     assert_eq!(fs::read_to_string(at("conf.d/bulkhead.toml")).unwrap(), all);
 }
+
+#[test]
+fn files_that_only_an_older_archive_has_are_removed() {
+    let dir = tempfile::tempdir().unwrap();
+    let root = dir.path();
+    let at = |path: &str| root.join(path.trim_start_matches('/'));
+    let put = |path: &str, text: &str| {
+        fs::create_dir_all(at(path).parent().unwrap()).unwrap();
+        fs::write(at(path), text).unwrap();
+    };
+    put(CONFIG, "version = 2\n");
+    let before = tree(root);
+    // By sha256sum.
+    let old = "8f434346648f6b96df89dda901c5176b10a6d83961dd3c1ac88b59b2dc327aa4";
+    let line = |path: &str| format!("{old}  {path}\n");
+    let gone = "usr/local/share/doc/bulkhead/old/page.md";
+    let both = ["usr/local/bin/bulkhead", "usr/lib/bulkhead/vmlinux"];
+    let (shared, changed) = ("usr/local/share/man/man1/bulkhead-old.1", "usr/lib/bulkhead/changed");
+    let never = ["etc/hosts", "usr/local/../../etc/hosts", "/usr/local/x", "usr/localx"];
+    let all = [gone, both[0], both[1], shared, changed].into_iter().chain(never);
+    put(super::options::ARCHIVE_FILES, &all.map(line).collect::<String>());
+    for path in [gone, both[0], both[1], shared, changed, "etc/hosts", "usr/local/x", "usr/localx"] {
+        put(path, "hi");
+    }
+    let unpacked = tree(root);
+    install(&mut Vec::new(), &options(root)).unwrap();
+    assert!(unpacked.keys().all(|path| path.exists()), "one version removes nothing");
+    put(changed, "by the operator");
+    put(super::options::ARCHIVE_FILES, &both.map(line).concat());
+    let said = said(|out| install(out, &options(root)));
+    assert!(said.contains(&format!("removed {}: only an older", at(gone).display())), "{said}");
+    assert!(said.contains(&format!("kept {}: only an older", at(changed).display())), "{said}");
+    assert!(!at(gone).exists() && !at(shared).exists() && at("usr/local/share/man/man1").exists());
+    assert!(!at("usr/local/share/doc/bulkhead").exists());
+    for path in [both[0], both[1], changed, "etc/hosts", "usr/local/x", "usr/localx"] {
+        assert!(at(path).exists(), "{path}");
+    }
+    // The removal does the same for a version that was not installed by the command.
+    put(super::options::ARCHIVE_FILES, &line(both[0]));
+    uninstall(&mut Vec::new(), &options(root)).unwrap();
+    assert!(!at(both[1]).exists() && at(both[0]).exists());
+    assert!(!at("etc/bulkhead").exists());
+    assert!(before.keys().all(|path| path.exists()));
+    // A package has no list.
+    fs::remove_file(at(super::options::ARCHIVE_FILES)).unwrap();
+    install(&mut Vec::new(), &options(root)).unwrap();
+    assert!(!at(super::options::ARCHIVE_RECORD).exists());
+}

@@ -9,7 +9,7 @@ use crate::{
     error::CommandError,
     exec,
     install::{
-        block,
+        archive_files, block,
         files::{self, Removal},
         lock::{Lock, OF_UNINSTALL},
         metrics,
@@ -46,6 +46,7 @@ pub(super) fn uninstall_within(
     for (name, text) in OWN_FILES {
         steps.take(|out| remove_own(out, &options.at(name), text));
     }
+    steps.take(|out| archive_files::forget(out, options));
     // Another try must find the handlers that are still there.
     if is_removed && record.is_some_and(|record| changed.iter().any(|(it, _)| it.config == record)) {
         let path = options.at(RECORD);
