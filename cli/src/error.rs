@@ -125,6 +125,13 @@ pub(crate) enum CommandError {
          `containerd --config {path} config dump` says why"
     )]
     Asked { path: PathBuf, source: io::Error },
+    #[error("{path} was not changed, because somebody else has changed it at the same time; run this again")]
+    ChangedMeanwhile { path: PathBuf },
+    #[error(
+        "there is no {path}, and by {record} the handlers are there; mount its file system and run this again, or, if \
+         it is gone for good, remove {record}"
+    )]
+    NotThere { path: PathBuf, record: PathBuf },
     #[error("{path} was not changed, because {reason}")]
     Refused { path: PathBuf, reason: String },
     #[error(

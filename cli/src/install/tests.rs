@@ -8,7 +8,7 @@ use std::{
     thread,
 };
 
-use super::{options::DROP_IN, uninstall::uninstall_within, *};
+use super::{options::DROP_IN, steps::write_over, uninstall::uninstall_within, *};
 use crate::containerd::{ContainerdConfig, IMPORTED, RECORD, recorded};
 
 /// How long a test waits for a lock that nobody gives back.
@@ -579,4 +579,43 @@ fn files_that_only_an_older_archive_has_are_removed() {
     fs::remove_file(at(super::options::ARCHIVE_FILES)).unwrap();
     install(&mut Vec::new(), &options(root)).unwrap();
     assert!(!at(super::options::ARCHIVE_RECORD).exists());
+}
+
+#[test]
+fn a_change_of_somebody_else_is_not_lost() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = dir.path().join("config.toml");
+    fs::write(&config, "version = 2\n").unwrap();
+    // As if somebody had written it between the two.
+    for read_before in [None, Some("version = 3\n")] {
+        let error = write_over(&config, read_before, "version = 2\nours\n").unwrap_err().to_string();
+        assert!(error.contains("config.toml") && error.contains("run this again"), "{error}");
+        let error = write_checked(&config, read_before, "ours", &config, false).unwrap_err().to_string();
+        assert!(error.contains("run this again"), "{error}");
+        assert_eq!(fs::read_to_string(&config).unwrap(), "version = 2\n");
+    }
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+    write_over(&config, Some("version = 2\n"), "new").unwrap();
+    write_over(&dir.path().join("other"), None, "new").unwrap();
+    assert_eq!(fs::read_to_string(&config).unwrap(), "new");
+}
+
+#[test]
+fn a_recorded_configuration_that_is_not_there_is_no_success() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |path: &str| dir.path().join(path.trim_start_matches('/'));
+    let disk = ["/disk/containerd/config.toml", "/disk/k3s/agent/etc/containerd/config.toml"];
+    for config in disk {
+        fs::create_dir_all(at(config).parent().unwrap()).unwrap();
+        fs::write(at(config), "version = 2\n").unwrap();
+        let before = tree(dir.path());
+        install(&mut Vec::new(), &named(Some(config), dir.path())).unwrap();
+        fs::rename(at("disk"), at("not-mounted")).unwrap();
+        let error = uninstall(&mut Vec::new(), &options(dir.path())).unwrap_err().to_string();
+        assert!(error.contains(&format!("there is no {}", at(config).display())), "{error}");
+        assert!(at(RECORD).exists());
+        fs::rename(at("not-mounted"), at("disk")).unwrap();
+        uninstall(&mut Vec::new(), &options(dir.path())).unwrap();
+        assert_eq!(tree(dir.path()), before);
+    }
 }
