@@ -280,7 +280,7 @@ pub(super) fn lost(old: &str, new: &str) -> Vec<String> {
 /// `left` is what the file then has.
 pub(super) fn lost_by_removal(text: &str, left: &str) -> Vec<String> {
     let ours = [Version::V2, Version::V3].map(|version| version.file(false));
-    lost(text, &[left, &ours.concat()].join("\n"))
+    lost(text, &[left, BASE, &ours.concat()].join("\n"))
 }
 
 /// Whether a file has all that a new text for it has, and says of each handler what that says.

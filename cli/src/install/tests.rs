@@ -288,7 +288,8 @@ fn k3s_and_rke2_keep_what_they_generate() {
             assert_eq!(added, 1 + OWN_FILES.len(), "{:?}", tree(dir.path()));
             let second = said(|out| install(out, &options(dir.path())));
             assert!(second.contains("as it was") && !second.contains("wrote"), "{second}");
-            said(|out| uninstall(out, &options(dir.path())));
+            let removed = said(|out| uninstall(out, &options(dir.path())));
+            assert!(!removed.contains("warn  "), "{removed}");
             assert_eq!(tree(dir.path()), before);
         }
     }
@@ -618,4 +619,22 @@ fn a_recorded_configuration_that_is_not_there_is_no_success() {
         uninstall(&mut Vec::new(), &options(dir.path())).unwrap();
         assert_eq!(tree(dir.path()), before);
     }
+}
+
+#[test]
+fn what_a_killed_installation_has_left_is_removed() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |path: &str| dir.path().join(path.trim_start_matches('/'));
+    fs::create_dir_all(at("etc/containerd/conf.d")).unwrap();
+    fs::create_dir_all(at("etc/bulkhead")).unwrap();
+    fs::write(at(CONFIG), "version = 2\n").unwrap();
+    let before = tree(dir.path());
+    let own = OWN_FILES.map(|(path, _)| path);
+    let drop_in = "/etc/containerd/conf.d/bulkhead.toml";
+    for path in own.into_iter().chain([RECORD, super::options::ARCHIVE_RECORD, CONFIG, drop_in]) {
+        fs::write(at(&format!("{path}.bulkhead-new")), "a part").unwrap();
+    }
+    uninstall(&mut Vec::new(), &options(dir.path())).unwrap();
+    assert_eq!(tree(dir.path()), before);
+    assert!(!at("etc/bulkhead").exists());
 }

@@ -13,7 +13,7 @@ use crate::{
         files::{self, Removal},
         lock::{Lock, OF_UNINSTALL},
         metrics,
-        options::{OWN_DIRECTORY, OWN_FILES, Options},
+        options::{ARCHIVE_RECORD, OWN_DIRECTORY, OWN_FILES, Options},
         restart::{Restart, finish},
         steps::{AS_IT_WAS, REMOVED_BESIDE, Steps, kept, read, remove, say, say_lost, write_over},
     },
@@ -50,6 +50,9 @@ pub(super) fn uninstall_within(
         steps.take(|out| remove_own(out, &options.at(name), text));
     }
     steps.take(|out| archive_files::forget(out, options));
+    for name in OWN_FILES.map(|(name, _)| name).into_iter().chain([RECORD, ARCHIVE_RECORD]) {
+        steps.take(|_| remove_unfinished(&options.at(name)));
+    }
     // Another try must find the handlers that are still there.
     if is_removed && record.is_some_and(|record| changed.iter().any(|(it, _)| it.config == record)) {
         let path = options.at(RECORD);
@@ -108,6 +111,11 @@ fn remove_handlers<W: Write>(steps: &mut Steps<'_, W>, options: &Options, contai
     is_changed | steps.take(|out| remove_drop_in(out, &options.drop_in(containerd).0))
 }
 
+/// Removes what an installation that was killed has left beside a file.
+fn remove_unfinished(path: &Path) -> Result<(), CommandError> {
+    files::remove_unfinished(path).map_err(|source| CommandError::Remove { path: path.into(), source })
+}
+
 /// Removes a file that `bulkhead install` has written with this text.
 fn remove_own(out: &mut impl Write, path: &Path, text: &str) -> Result<(), CommandError> {
     let removed = files::remove(path, text);
@@ -132,8 +140,7 @@ fn remove_state(out: &mut impl Write) -> Result<(), CommandError> {
 
 /// Removes the block with the handlers from a file, and the file if it has nothing else. Returns whether it was there.
 fn remove_block(out: &mut impl Write, path: &Path) -> Result<bool, CommandError> {
-    // Of an installation that was killed. The operator sees no more of it than of what it has completed.
-    files::remove_unfinished(path).map_err(|source| CommandError::Remove { path: path.into(), source })?;
+    remove_unfinished(path)?;
     let Some(text) = read(path)? else { return Ok(false) };
     let old = block::remove(path, &text)?;
     if old == text {
@@ -152,7 +159,7 @@ fn remove_block(out: &mut impl Write, path: &Path) -> Result<bool, CommandError>
 
 /// Removes the file of its own with the handlers, which may be that of another version. Returns whether it was there.
 fn remove_drop_in(out: &mut impl Write, path: &Path) -> Result<bool, CommandError> {
-    files::remove_unfinished(path).map_err(|source| CommandError::Remove { path: path.into(), source })?;
+    remove_unfinished(path)?;
     match read(path)? {
         None => Ok(false),
         Some(text) if block::is_ours(&text) => {
