@@ -210,9 +210,10 @@ pub(crate) enum Command {
     Install(InstallOptions),
     /// Undoes what `bulkhead install` has done, and removes templates and counts.
     ///
-    /// Takes the handlers out of containerd's configuration, and removes the files in /etc/bulkhead that nobody has
-    /// changed. It also removes all templates and the counts of failures, and disables and stops
-    /// bulkhead-metrics.service. Running pods are not affected.
+    /// Takes the handlers out of the configuration that was recorded, and of /etc/containerd, k3s and RKE2, or only out
+    /// of the one that is named. Removes the files in /etc/bulkhead that nobody has changed. It also removes all
+    /// templates and the counts of failures, and disables and stops bulkhead-metrics.service. Running pods are not
+    /// affected.
     Uninstall(InstallOptions),
     /// Prints the completions for a shell.
     Completions {

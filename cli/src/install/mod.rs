@@ -131,7 +131,8 @@ fn configure(out: &mut impl Write, options: &Options, containerd: &Containerd) -
         Change::Text(text) => (place, text),
         Change::DropIn(text) => (drop_in, text),
     };
-    let before = read(&path)?;
+    // The new text is made from what was read first. It must not replace what somebody has written since then.
+    let before = if path == main { old.clone() } else { read(&path)? };
     if before.as_ref() == Some(&text) {
         say(out, &format!("kept {}", path.display()))?;
         return Ok(false);
