@@ -173,8 +173,9 @@ pub(crate) enum Command {
     ///
     /// Each shim that starts removes what crashed shims have left, and templates. Each `bulkhead run` removes what
     /// killed runs have left, and each `bulkhead exec` what killed execs have left. Nothing of a shim that lives is
-    /// removed, and nothing that containerd will remove itself. A shim whose `bulkhead run` was killed is ended, and so
-    /// is the program of a `bulkhead exec` that was killed.
+    /// removed, and nothing that containerd will remove itself. Empty directories, whose commands or shims were killed
+    /// before they had put anything there, are removed when they are a minute old. A shim whose `bulkhead run` was
+    /// killed is ended, and so is the program of a `bulkhead exec` that was killed.
     Gc {
         /// Lists what would be removed, and removes nothing.
         #[arg(long)]
@@ -212,9 +213,10 @@ pub(crate) enum Command {
     Install(InstallOptions),
     /// Undoes what `bulkhead install` has done, and removes templates and counts.
     ///
-    /// Takes the handlers out of containerd's configuration, and removes the files in /etc/bulkhead that nobody has
-    /// changed. It also removes all templates and the counts of failures, and disables and stops
-    /// bulkhead-metrics.service. Running pods are not affected.
+    /// Takes the handlers out of the configuration that was recorded, and of /etc/containerd, k3s and RKE2, or only out
+    /// of the one that is named. Removes the files in /etc/bulkhead that nobody has changed. It also removes all
+    /// templates and the counts of failures, and disables and stops bulkhead-metrics.service. Running pods are not
+    /// affected.
     Uninstall(InstallOptions),
     /// Prints the completions for a shell.
     Completions {
@@ -259,7 +261,8 @@ pub(crate) enum TemplateCommand {
         /// The names that `bulkhead template ls` shows.
         #[arg(required_unless_present = "all", conflicts_with = "all")]
         names: Vec<String>,
-        /// Removes all templates, except those that are being made.
+        /// Removes all templates, also those of other versions and those that were never completed, except for those
+        /// that are being made.
         #[arg(long)]
         all: bool,
     },

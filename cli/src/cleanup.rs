@@ -2,6 +2,7 @@
 
 use std::{
     error::Error,
+    fs,
     io::Write,
     path::{Path, PathBuf},
 };
@@ -37,13 +38,22 @@ pub(crate) fn gc(
         listing(out, is_json, &found, ["WOULD BE REMOVED", "WHY"], cells).map_err(CommandError::Output)?;
         return Ok(true);
     }
+    // Those that have nothing are removed on the way.
+    let bare: Vec<_> = run::leftovers()
+        .into_iter()
+        .map(|path| Garbage { path, reason: RUN_KILLED })
+        .chain(exec::leftovers().into_iter().map(|path| Garbage { path, reason: EXEC_KILLED }))
+        .filter(|it| fs::read_dir(&it.path).is_ok_and(|mut entries| entries.next().is_none()))
+        .collect();
     // First those of killed commands, because their shims still live.
     let removed: Vec<_> = during("removing what nobody uses", is_json, |count| {
         let execs = of_commands(exec::remove_leftovers(), EXEC_KILLED);
         let runs = of_commands(run::remove_leftovers(), RUN_KILLED);
         let installs = of_commands(install::remove_leftover(Path::new("/")), INSTALL_KILLED);
         let garbage = remove_garbage(root, |done, pods| count.set(done as u64, pods as u64));
-        execs.chain(runs).chain(installs).chain(garbage).collect()
+        let bare = bare.into_iter().filter(|bare| !bare.path.exists());
+        let bare = bare.map(|garbage| Removed { garbage, error: None });
+        execs.chain(runs).chain(installs).chain(garbage).chain(bare).collect()
     });
     let cells = |removed: &Removed| {
         let result =

@@ -104,6 +104,11 @@ pub(crate) enum CommandError {
     #[error("{path}: the handler {handler} is there already, but for the runtime {runtime}; remove it first")]
     OtherHandler { path: PathBuf, handler: String, runtime: String },
     #[error(
+        "{path}: `bulkhead install` has not written this file, and would put the handlers there; move it to another \
+         name in this directory, and run this again"
+    )]
+    OtherFile { path: PathBuf },
+    #[error(
         "{path}: the line `{line}` is there without its counterpart; remove the lines of Bulkhead by hand"
     )]
     HalfBlock { path: PathBuf, line: &'static str },
@@ -118,8 +123,18 @@ pub(crate) enum CommandError {
          `containerd config default`"
     )]
     NoContainerdConfig { path: PathBuf },
-    #[error("{path}: containerd cannot say which handlers it has with this configuration")]
+    #[error(
+        "{path}: containerd cannot read this configuration, or a file that it imports; \
+         `containerd --config {path} config dump` says why"
+    )]
     Asked { path: PathBuf, source: io::Error },
+    #[error("{path} was not changed, because somebody else has changed it at the same time; run this again")]
+    ChangedMeanwhile { path: PathBuf },
+    #[error(
+        "there is no {path}, and by {record} the handlers are there; mount its file system and run this again, or, if \
+         it is gone for good, remove {record}"
+    )]
+    NotThere { path: PathBuf, record: PathBuf },
     #[error("{path} was not changed, because {reason}")]
     Refused { path: PathBuf, reason: String },
     #[error(

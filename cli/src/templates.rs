@@ -6,8 +6,8 @@ use std::{
 };
 
 use bulkhead_host_shim::operator::{
-    BuildError, Built, Template, TemplateState, build_templates, one_line, remove_template, template_names,
-    templates,
+    BuildError, Built, Template, TemplateState, build_templates, one_line, remove_template,
+    remove_unused_templates, template_names, templates,
 };
 
 use crate::{
@@ -68,15 +68,12 @@ pub(crate) fn rm(
     names: Vec<String>,
     all: bool,
 ) -> Result<(), CommandError> {
-    let names = match all {
-        true => template_names(root).map_err(|source| CommandError::List { path: root.into(), source })?,
-        false => names,
-    };
+    if all {
+        return rm_all(out, root);
+    }
     for name in names {
         match remove_template(root, &name) {
             Ok(()) => writeln!(out, "removed {}", one_line(&name)).map_err(CommandError::Output)?,
-            // A pod has removed it meanwhile, because it is outdated.
-            Err(e) if e.kind() == io::ErrorKind::NotFound && all => {}
             Err(e) if e.kind() == io::ErrorKind::NotFound => {
                 return Err(CommandError::NoTemplate { name: one_line(&name) });
             }
@@ -84,6 +81,25 @@ pub(crate) fn rm(
         }
     }
     Ok(())
+}
+
+/// Removes all but those that are being made, and goes on after a failure. Returns the first one.
+fn rm_all(out: &mut impl Write, root: &Path) -> Result<(), CommandError> {
+    let list = |source| CommandError::List { path: root.into(), source };
+    let mut result = Ok(());
+    for name in template_names(root).map_err(list)? {
+        match remove_template(root, &name) {
+            Ok(()) => writeln!(out, "removed {}", one_line(&name)).map_err(CommandError::Output)?,
+            // A pod has removed it meanwhile, because it is outdated.
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+            Err(source) => result = result.and(Err(CommandError::Remove { path: name.into(), source })),
+        }
+    }
+    let unfinished = remove_unused_templates(root);
+    for name in unfinished.map_err(|source| CommandError::Remove { path: root.into(), source })? {
+        writeln!(out, "removed {}", one_line(&name)).map_err(CommandError::Output)?;
+    }
+    result
 }
 
 #[cfg(test)]
@@ -104,7 +120,11 @@ mod tests {
         let error = rm(&mut Vec::new(), dir.path(), vec!["22".into()], false).unwrap_err();
         assert!(error.to_string().starts_with("there is no complete template with the name 22"), "{error}");
         assert_eq!(shown(|out| rm(out, dir.path(), vec!["11ee".into()], false)), "removed 11ee\n");
-        assert_eq!(shown(|out| rm(out, dir.path(), Vec::new(), true)), "removed 00ff\n");
+        // One that was never completed, and what is none, are removed too.
+        fs::write(dir.path().join(".templates/0a"), "of another version").unwrap();
+        let removed = shown(|out| rm(out, dir.path(), Vec::new(), true));
+        assert_eq!(removed, "removed 00ff\nremoved 0a\nremoved .77\n");
+        assert!(!dir.path().join(".templates").exists());
         assert_eq!(shown(|out| rm(out, dir.path(), Vec::new(), true)), "");
     }
 }

@@ -27,6 +27,8 @@ const BEGIN: &str = "# Begin: added by `bulkhead install`; `bulkhead uninstall` 
 /// The first line of the block after a last line that did not end.
 const BEGIN_AFTER_OPEN_LINE: &str =
     "# Begin: added by `bulkhead install`; `bulkhead uninstall` removes it, and the line break before it.";
+/// The first line of the block in a file that was there and had nothing.
+const BEGIN_IN_EMPTY: &str = "# Begin: added by `bulkhead install` to an empty file; `bulkhead uninstall` removes it, and leaves that.";
 /// The first line of a file of its own.
 const FILE: &str = "# Written by `bulkhead install`; `bulkhead uninstall` removes it.\n";
 const END: &str = "# End: added by `bulkhead install`.";
@@ -123,7 +125,7 @@ pub(super) fn add(
             if let Some(name) = disabled_cri(&configuration) {
                 return Err(CommandError::CriDisabled { path: path.into(), name: name.into() });
             }
-            return Ok(Change::Text(with_block(text, &by_default()?.whole())));
+            return Ok(Change::Text(with_block(Some(text), text, &by_default()?.whole())));
         }
     };
     let with_runc = handlers(&configuration).is_empty();
@@ -137,7 +139,7 @@ pub(super) fn add(
     if version == Version::V3 && imports(&configuration, imported) {
         return Ok(Change::DropIn(version.file(with_runc)));
     }
-    let new = with_block(&without, &version.handlers(with_runc));
+    let new = with_block(Some(text), &without, &version.handlers(with_runc));
     // For example, `runtimes` may be an inline table, to which nothing can be added below.
     parse(path, &new)?;
     Ok(if new == text { Change::None } else { Change::Text(new) })
@@ -148,7 +150,7 @@ fn add_to_whole(path: &Path, text: &str) -> Result<Change, CommandError> {
     let version = Version::of(path, &parse(path, text)?)?;
     let Some((begin, end)) = place(path, text)? else { return Ok(Change::None) };
     let (before, after) = (text.get(..begin).unwrap_or_default(), text.get(end..).unwrap_or_default());
-    let new = format!("{}{after}", with_block(before, &version.whole()));
+    let new = format!("{}{after}", with_block(Some(text), before, &version.whole()));
     parse(path, &new)?;
     Ok(if new == text { Change::None } else { Change::Text(new) })
 }
@@ -172,7 +174,10 @@ pub(super) fn add_to_generated(
     }
     let (path, template) = template(version)?;
     let Some(text) = template else {
-        return Ok((version, Change::Text(with_block("", &format!("{BASE}{}", version.handlers(false))))));
+        return Ok((
+            version,
+            Change::Text(with_block(None, "", &format!("{BASE}{}", version.handlers(false)))),
+        ));
     };
     let without = remove(&path, &text)?;
     if ["runtimes.bulkhead]", "runtimes.'bulkhead']", "runtimes.\"bulkhead\"]"]
@@ -182,13 +187,16 @@ pub(super) fn add_to_generated(
         return Ok((version, Change::None));
     }
     let base = if without.is_empty() { BASE } else { "" };
-    let new = with_block(&without, &format!("{base}{}", version.handlers(false)));
+    let new = with_block(Some(&text), &without, &format!("{base}{}", version.handlers(false)));
     Ok((version, if new == text { Change::None } else { Change::Text(new) }))
 }
 
-/// A text with the block at its end.
-fn with_block(text: &str, added: &str) -> String {
+/// A text with the block at its end. `old` is what the file has now, with an older block or without one. None: there is
+/// no file.
+fn with_block(old: Option<&str>, text: &str, added: &str) -> String {
     let (open, begin) = match text.is_empty() || text.ends_with('\n') {
+        // A file that has begun with the block was made for it.
+        true if text.is_empty() && old.is_some_and(|old| !old.starts_with(BEGIN)) => ("", BEGIN_IN_EMPTY),
         true => ("", BEGIN),
         false => ("\n", BEGIN_AFTER_OPEN_LINE),
     };
@@ -197,7 +205,7 @@ fn with_block(text: &str, added: &str) -> String {
 
 /// A configuration of nothing else, for a host where there is none.
 pub(super) fn whole(version: Version) -> String {
-    with_block("", &version.whole())
+    with_block(None, "", &version.whole())
 }
 
 /// Whether a configuration without a version means the same in each. containerd takes it for one of the first version,
@@ -221,6 +229,11 @@ pub(super) fn remove(path: &Path, text: &str) -> Result<String, CommandError> {
     Ok([text.get(..begin), text.get(end..)].map(Option::unwrap_or_default).concat())
 }
 
+/// Whether a file that has nothing but the block was there before.
+pub(super) fn was_there(text: &str) -> bool {
+    text.starts_with(BEGIN_IN_EMPTY)
+}
+
 /// Where the block begins and ends.
 fn place(path: &Path, text: &str) -> Result<Option<(usize, usize)>, CommandError> {
     let half = |line| CommandError::HalfBlock { path: path.into(), line };
@@ -232,7 +245,7 @@ fn place(path: &Path, text: &str) -> Result<Option<(usize, usize)>, CommandError
             (line.trim_end() == searched).then_some((begin, at))
         })
     };
-    let begin = match (line(BEGIN), line(BEGIN_AFTER_OPEN_LINE)) {
+    let begin = match (line(BEGIN).or_else(|| line(BEGIN_IN_EMPTY)), line(BEGIN_AFTER_OPEN_LINE)) {
         (Some((begin, _)), _) => Some(begin),
         (None, Some((begin, _))) => Some(begin.saturating_sub(1)),
         (None, None) => None,
@@ -248,7 +261,7 @@ fn place(path: &Path, text: &str) -> Result<Option<(usize, usize)>, CommandError
 /// The lines of a file that a new text for it does not have, but for those that `bulkhead install` writes or does not
 /// write by what else is in the file.
 pub(super) fn lost(old: &str, new: &str) -> Vec<String> {
-    let ours = [BEGIN, BEGIN_AFTER_OPEN_LINE, END].map(str::to_owned);
+    let ours = [BEGIN, BEGIN_AFTER_OPEN_LINE, BEGIN_IN_EMPTY, END].map(str::to_owned);
     let runc = [Version::V2, Version::V3].map(|version| version.table("runc", RUNC));
     let known = ours.iter().chain(&runc).flat_map(|text| text.lines()).chain(new.lines());
     let mut known: Vec<_> = known.map(str::trim).collect();
@@ -267,7 +280,7 @@ pub(super) fn lost(old: &str, new: &str) -> Vec<String> {
 /// `left` is what the file then has.
 pub(super) fn lost_by_removal(text: &str, left: &str) -> Vec<String> {
     let ours = [Version::V2, Version::V3].map(|version| version.file(false));
-    lost(text, &[left, &ours.concat()].join("\n"))
+    lost(text, &[left, BASE, &ours.concat()].join("\n"))
 }
 
 /// Whether a file has all that a new text for it has, and says of each handler what that says.
@@ -282,7 +295,7 @@ pub(super) fn has_all_of(old: &str, new: &str) -> bool {
         [Err(_), Err(_)] => true,
         _ => false,
     };
-    is_same && lost(new, old).is_empty()
+    is_same && lost(new, old).iter().all(|line| line.starts_with('#'))
 }
 
 /// Whether a file was written by `bulkhead install`, of this version or another one.

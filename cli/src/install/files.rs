@@ -3,8 +3,8 @@
 use std::{
     fs::{self, File, OpenOptions},
     io::{self, Write},
-    os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt, chown},
-    path::Path,
+    os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt, fchown},
+    path::{Path, PathBuf},
 };
 
 use crate::error::CommandError;
@@ -46,30 +46,54 @@ pub(super) fn write<E: From<io::Error>>(
     check: impl FnOnce(&Path) -> Result<(), E>,
 ) -> Result<(), E> {
     let path = match fs::canonicalize(path) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => path.to_owned(),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => match fs::read_link(path) {
+            // The link would be lost.
+            Ok(to) => {
+                let reason = format!("it is a symbolic link to {}, which is not there", to.display());
+                return Err(io::Error::other(format!("{reason}; make that file, or remove the link")).into());
+            }
+            Err(_) => path.to_owned(),
+        },
         other => other?,
     };
     if let Some(directory) = path.parent() {
         fs::create_dir_all(directory)?;
     }
-    let mut name = path.file_name().unwrap_or_default().to_owned();
-    name.push(format!(".bulkhead-{}", std::process::id()));
-    let new = path.with_file_name(name);
+    remove_unfinished(&path)?;
+    let new = unfinished(&path);
     let written = fill(&new, &path, text).map_err(E::from).and_then(|()| check(&new));
     // A file that is mounted there cannot be replaced.
     let replaced = written.and_then(|()| fs::rename(&new, &path).map_err(E::from));
     if replaced.is_err() {
         // The error says what is wrong.
         let _ = fs::remove_file(&new);
+        return replaced;
     }
-    replaced
+    // What is written next must not be on the disk before this.
+    Ok(File::open(path.parent().unwrap_or(Path::new("/")))?.sync_all()?)
 }
 
-/// Writes the new file with the owner and the mode of the old one.
+/// The name of a new file until it is complete. There is one writer at a time.
+fn unfinished(path: &Path) -> PathBuf {
+    let mut name = path.file_name().unwrap_or_default().to_owned();
+    name.push(".bulkhead-new");
+    path.with_file_name(name)
+}
+
+/// Removes what a writer that was killed has left beside the file.
+pub(super) fn remove_unfinished(path: &Path) -> io::Result<()> {
+    match fs::remove_file(unfinished(path)) {
+        Err(e) if !matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => Err(e),
+        _ => Ok(()),
+    }
+}
+
+/// Writes the new file with the owner and the mode of the old one. Whoever owns the directory can put a link in the
+/// place of the new file, so that is not named again.
 fn fill(new: &Path, old: &Path, text: &str) -> io::Result<()> {
     let mut file = OpenOptions::new().write(true).create_new(true).mode(0o644).open(new)?;
     if let Ok(metadata) = fs::metadata(old) {
-        chown(new, Some(metadata.uid()), Some(metadata.gid()))?;
+        fchown(&file, Some(metadata.uid()), Some(metadata.gid()))?;
         file.set_permissions(fs::Permissions::from_mode(metadata.mode() & 0o7777))?;
     }
     file.write_all(text.as_bytes())?;
@@ -135,6 +159,27 @@ mod tests {
         assert_eq!(read(&at("new/deep/file")).unwrap().as_deref(), Some("two"));
         assert_eq!(fs::metadata(at("new/deep/file")).unwrap().mode() & 0o777, 0o600);
         assert!(fs::symlink_metadata(at("link")).unwrap().is_symlink());
+    }
+
+    #[test]
+    fn what_a_killed_one_has_left_keeps_nobody_and_is_not_followed() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        replace(&at("file"), "old").unwrap();
+        let id = std::process::id();
+        for left in ["file.bulkhead-new".to_owned(), format!("file.bulkhead-{id}")] {
+            fs::write(at("other"), "not ours").unwrap();
+            symlink(at("other"), at(&left)).unwrap();
+            replace(&at("file"), "new").unwrap();
+            assert_eq!(fs::read_to_string(at("file")).unwrap(), "new");
+            assert_eq!(fs::read_to_string(at("other")).unwrap(), "not ours");
+            _ = fs::remove_file(at(&left));
+        }
+        // One that nothing replaces is removed too.
+        fs::write(at("file.bulkhead-new"), "a part").unwrap();
+        remove_unfinished(&at("file")).unwrap();
+        remove_unfinished(&at("file")).unwrap();
+        assert!(!at("file.bulkhead-new").exists());
     }
 
     #[test]

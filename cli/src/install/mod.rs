@@ -1,5 +1,6 @@
 //! `bulkhead install` and `bulkhead uninstall`: configure containerd on a node, and undo it.
 
+mod archive_files;
 mod block;
 mod files;
 pub(crate) mod lock;
@@ -31,7 +32,7 @@ use crate::{
         lock::{Lock, OF_INSTALL},
         options::OWN_FILES,
         restart::{Restart, finish},
-        steps::{AS_IT_WAS, kept, read, remove, say, say_lost, write},
+        steps::{AS_IT_WAS, check_unchanged, kept, read, remove, say, say_lost, write, write_over},
     },
 };
 
@@ -58,6 +59,7 @@ fn install_within(out: &mut impl Write, options: &Options, within: Duration) -> 
             Some(_) => say(out, &kept(&own))?,
         }
     }
+    archive_files::remove_older(out, options)?;
     if !is_changed {
         say(out, AS_IT_WAS)?;
     }
@@ -120,6 +122,7 @@ fn configure(out: &mut impl Write, options: &Options, containerd: &Containerd) -
     };
     // First, so that `bulkhead uninstall` finds what is written, even if this process is killed meanwhile.
     options.record(out)?;
+    let has_own_file = matches!(change, Change::DropIn(_));
     let (path, text) = match change {
         Change::None => {
             say(out, &format!("kept {}: the handlers of Bulkhead are there", place.display()))?;
@@ -128,13 +131,14 @@ fn configure(out: &mut impl Write, options: &Options, containerd: &Containerd) -
         Change::Text(text) => (place, text),
         Change::DropIn(text) => (drop_in, text),
     };
-    let before = read(&path)?;
+    // The new text is made from what was read first. It must not replace what somebody has written since then.
+    let before = if path == main { old.clone() } else { read(&path)? };
     if before.as_ref() == Some(&text) {
         say(out, &format!("kept {}", path.display()))?;
         return Ok(false);
     }
     let lost = before.as_ref().map_or_else(Vec::new, |before| block::lost(before, &text));
-    if before.is_some_and(|before| block::has_all_of(&before, &text)) {
+    if before.as_ref().is_some_and(|before| block::has_all_of(before, &text)) {
         let added = match &lost[..] {
             [] => String::new(),
             lost => format!(", and {}", one_line(&lost.join("; "))),
@@ -142,12 +146,15 @@ fn configure(out: &mut impl Write, options: &Options, containerd: &Containerd) -
         say(out, &format!("kept {}: the handlers of Bulkhead are there{added}", path.display()))?;
         return Ok(false);
     }
+    if has_own_file && before.as_ref().is_some_and(|before| !block::is_ours(before)) {
+        return Err(CommandError::OtherFile { path });
+    }
     match containerd.generator() {
         // Nobody can ask containerd before a configuration has been generated.
-        Some(_) => write(&path, &text)?,
+        Some(_) => write_over(&path, before.as_deref(), &text)?,
         None => {
             let asked = old.is_some() && options.root.is_none();
-            write_checked(&path, &text, &main, asked)?;
+            write_checked(&path, before.as_deref(), &text, &main, asked)?;
         }
     }
     say(out, &format!("wrote {}: the runtime handlers of Bulkhead", path.display()))?;
@@ -164,9 +171,15 @@ fn template_of(version: Version) -> &'static str {
     }
 }
 
-/// Writes the configuration `main`, or a file that it imports. If containerd is `asked`, it must have all handlers with
-/// it that it had before, and Bulkhead's.
-fn write_checked(path: &Path, text: &str, main: &Path, asked: bool) -> Result<(), CommandError> {
+/// Writes the configuration `main`, or a file that it imports, which had the text `old` when it was read. If containerd
+/// is `asked`, it must have all handlers with it that it had before, and Bulkhead's.
+fn write_checked(
+    path: &Path,
+    old: Option<&str>,
+    text: &str,
+    main: &Path,
+    asked: bool,
+) -> Result<(), CommandError> {
     let before = if asked { handlers_of(main)? } else { None };
     let checked = |file: &Path| -> Result<(), CommandError> {
         let Some(before) = &before else { return Ok(()) };
@@ -180,18 +193,19 @@ fn write_checked(path: &Path, text: &str, main: &Path, asked: bool) -> Result<()
         Err(CommandError::Refused { path: path.into(), reason })
     };
     if path == main {
-        return files::write(path, text, |new| checked(new).map_err(WriteError::Command))
+        // Last, because containerd may take its time.
+        let check = |new: &Path| checked(new).and_then(|()| check_unchanged(path, old));
+        return files::write(path, text, |new| check(new).map_err(WriteError::Command))
             .map_err(|error| error.at(path));
     }
-    let old = read(path)?;
-    write(path, text)?;
+    write_over(path, old, text)?;
     // containerd reads the drop-in by the import of its main configuration, so it must be in place to be checked.
-    checked(main).or_else(|error| {
-        match old {
-            Some(old) => write(path, &old)?,
-            None => remove(path)?,
+    checked(main).map_err(|error| {
+        match old.map_or_else(|| remove(path), |old| write(path, old)) {
+            Ok(()) => error,
+            // Both must be known: with the file in place, containerd may not start.
+            Err(second) => CommandError::Several(vec![error, second]),
         }
-        Err(error)
     })
 }
 

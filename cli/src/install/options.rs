@@ -20,6 +20,10 @@ use crate::{
 /// The name of the file in the directory that containerd imports.
 pub(super) const DROP_IN: &str = "bulkhead.toml";
 
+/// The list of the archive's files, which the archive has, and that of the last installation.
+pub(super) const ARCHIVE_FILES: &str = "/usr/lib/bulkhead/files";
+pub(super) const ARCHIVE_RECORD: &str = "/etc/bulkhead/archive-files";
+
 /// The other files that are written, and their texts.
 pub(super) const OWN_DIRECTORY: &str = "/etc/bulkhead";
 pub(super) const OWN_FILES: [(&str, &str); 2] = [
@@ -115,7 +119,8 @@ impl Options {
     pub(super) fn check_own(&self) -> Result<(), CommandError> {
         let own = OWN_FILES.map(|(name, _)| self.at(name));
         let others = [self.at(RECORD), metrics::directory(self.root.as_deref()), self.at(lock::DIRECTORY)];
-        self.check_inside(own.into_iter().chain(others))
+        let of_archive = [ARCHIVE_FILES, ARCHIVE_RECORD].map(|path| self.at(path));
+        self.check_inside(own.into_iter().chain(others).chain(of_archive))
     }
 
     /// The same for the files of a containerd.

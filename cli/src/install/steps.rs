@@ -4,7 +4,11 @@ use std::{fs, io, io::Write, path::Path};
 
 use bulkhead_host_shim::operator::one_line;
 
-use crate::{check::Finding, error::CommandError, install::files};
+use crate::{
+    check::Finding,
+    error::CommandError,
+    install::files::{self, WriteError},
+};
 
 /// What is said if nothing was changed.
 pub(super) const AS_IT_WAS: &str = "containerd's configuration is as it was";
@@ -25,6 +29,19 @@ pub(super) fn read(path: &Path) -> Result<Option<String>, CommandError> {
 pub(super) fn write(path: &Path, text: &str) -> Result<(), CommandError> {
     let written = files::write(path, text, |_| Ok::<_, io::Error>(()));
     written.map_err(|source| CommandError::Write { path: path.into(), source })
+}
+
+/// Replaces a file that had the text `old` when it was read. Fails if somebody has changed it since then.
+pub(super) fn write_over(path: &Path, old: Option<&str>, text: &str) -> Result<(), CommandError> {
+    let written = files::write(path, text, |_| check_unchanged(path, old).map_err(WriteError::Command));
+    written.map_err(|error| error.at(path))
+}
+
+pub(super) fn check_unchanged(path: &Path, old: Option<&str>) -> Result<(), CommandError> {
+    match read(path)?.as_deref() == old {
+        true => Ok(()),
+        false => Err(CommandError::ChangedMeanwhile { path: path.into() }),
+    }
 }
 
 pub(super) fn remove(path: &Path) -> Result<(), CommandError> {

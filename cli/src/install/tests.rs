@@ -3,12 +3,12 @@
 use std::{
     collections::BTreeMap,
     fs,
-    os::unix::fs::symlink,
+    os::unix::fs::{MetadataExt, PermissionsExt, symlink},
     path::{Path, PathBuf},
     thread,
 };
 
-use super::{options::DROP_IN, uninstall::uninstall_within, *};
+use super::{options::DROP_IN, steps::write_over, uninstall::uninstall_within, *};
 use crate::containerd::{ContainerdConfig, IMPORTED, RECORD, recorded};
 
 /// How long a test waits for a lock that nobody gives back.
@@ -288,7 +288,8 @@ fn k3s_and_rke2_keep_what_they_generate() {
             assert_eq!(added, 1 + OWN_FILES.len(), "{:?}", tree(dir.path()));
             let second = said(|out| install(out, &options(dir.path())));
             assert!(second.contains("as it was") && !second.contains("wrote"), "{second}");
-            said(|out| uninstall(out, &options(dir.path())));
+            let removed = said(|out| uninstall(out, &options(dir.path())));
+            assert!(!removed.contains("warn  "), "{removed}");
             assert_eq!(tree(dir.path()), before);
         }
     }
@@ -443,4 +444,197 @@ fn a_record_that_cannot_be_read_is_not_taken_for_none() {
     let error = uninstall(&mut Vec::new(), &options(dir.path())).unwrap_err().to_string();
     assert!(error.contains("etc/bulkhead/containerd-config"), "{error}");
     assert!(dir.path().join("etc/bulkhead/containerd-config").exists());
+}
+
+/// All that install and uninstall do to /etc/containerd: the bytes of its files, and its links.
+fn bytes(root: &Path) -> BTreeMap<PathBuf, (Option<PathBuf>, Vec<u8>, u32)> {
+    let mut all = BTreeMap::new();
+    for entry in fs::read_dir(root.join("etc/containerd")).unwrap() {
+        let path = entry.unwrap().path();
+        let metadata = path.symlink_metadata().unwrap();
+        if !metadata.is_dir() {
+            let text = fs::read(&path).unwrap_or_default();
+            all.insert(path.clone(), (fs::read_link(&path).ok(), text, metadata.mode()));
+        }
+    }
+    all
+}
+
+#[test]
+fn odd_configurations_get_the_handlers_and_are_restored_to_the_last_byte() {
+    let by_hand = "version = 2\n[plugins.\"io.containerd.grpc.v1.cri\".containerd.runtimes.bulkhead]\n  \
+                   runtime_type = \"io.containerd.bulkhead.v2\"\n";
+    for (what, text, mode) in [
+        ("a byte order mark", "\u{feff}version = 2\n", 0o644),
+        ("ends of lines of Windows", "version = 2\r\n[debug]\r\nlevel = 'info'\r\n", 0o644),
+        ("these and an open line", "version = 3\r\nroot = '/x'", 0o644),
+        ("nothing", "", 0o644),
+        ("only a line break", "\n", 0o644),
+        ("a file that nobody may write", "version = 2\n", 0o444),
+        ("a secret", "version = 2\n", 0o600),
+        ("an import of a missing file", "version = 2\nimports = ['/no/such.toml']\n", 0o644),
+        ("the handler, by hand", by_hand, 0o644),
+    ] {
+        for is_link in [false, true] {
+            let dir = tempfile::tempdir().unwrap();
+            let at = |name: &str| dir.path().join("etc/containerd").join(name);
+            fs::create_dir_all(at("")).unwrap();
+            let file = at(if is_link { "real.toml" } else { "config.toml" });
+            fs::write(&file, text).unwrap();
+            fs::set_permissions(&file, fs::Permissions::from_mode(mode)).unwrap();
+            if is_link {
+                symlink("real.toml", at("config.toml")).unwrap();
+            }
+            let before = bytes(dir.path());
+            install(&mut Vec::new(), &options(dir.path())).unwrap();
+            let installed = fs::read_to_string(&file).unwrap();
+            let table = toml::from_str(&installed).unwrap();
+            assert_eq!(handlers(&table).get("bulkhead").map(String::as_str), Some(RUNTIME), "{what}");
+            assert_eq!(installed == text, text == by_hand, "{what}");
+            install(&mut Vec::new(), &options(dir.path())).unwrap();
+            assert_eq!(fs::read_to_string(&file).unwrap(), installed, "{what}, a second time");
+            uninstall(&mut Vec::new(), &options(dir.path())).unwrap();
+            assert_eq!(bytes(dir.path()), before, "{what}");
+        }
+    }
+}
+
+#[test]
+fn a_link_to_nothing_is_not_replaced() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = dir.path().join("etc/containerd/config.toml");
+    fs::create_dir_all(config.parent().unwrap()).unwrap();
+    symlink("missing.toml", &config).unwrap();
+    let named = named(Some("/etc/containerd/config.toml"), dir.path());
+    let write = files::write(&config, "text", |_| Ok::<_, io::Error>(()));
+    let error = write.unwrap_err().to_string();
+    assert!(error.contains("symbolic link") && error.contains("missing.toml"), "{error}");
+    install(&mut Vec::new(), &named).unwrap_err();
+    assert!(config.symlink_metadata().unwrap().is_symlink());
+}
+
+#[test]
+fn a_file_of_the_operator_in_the_place_of_ours_is_not_replaced() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |path: &str| dir.path().join("etc/containerd").join(path);
+    fs::create_dir_all(at("conf.d")).unwrap();
+    fs::write(at("config.toml"), "version = 3\nimports = ['/etc/containerd/conf.d/*.toml']\n").unwrap();
+    let own = "version = 3\n[plugins.'io.containerd.cri.v1.runtime']\nmax_container_log_line_size = 1\n";
+    fs::write(at("conf.d/bulkhead.toml"), own).unwrap();
+    let error = install(&mut Vec::new(), &options(dir.path())).unwrap_err().to_string();
+    assert!(error.contains("conf.d/bulkhead.toml") && error.contains("move it"), "{error}");
+    assert_eq!(fs::read_to_string(at("conf.d/bulkhead.toml")).unwrap(), own);
+    uninstall(&mut Vec::new(), &options(dir.path())).unwrap();
+    assert_eq!(fs::read_to_string(at("conf.d/bulkhead.toml")).unwrap(), own);
+    // One that has all that is needed does as well.
+    let all = block::Version::V3.file(true).replacen("# ", "# By hand. ", 1);
+    fs::write(at("conf.d/bulkhead.toml"), &all).unwrap();
+    install(&mut Vec::new(), &options(dir.path())).unwrap();
+    uninstall(&mut Vec::new(), &options(dir.path())).unwrap();
+    assert_eq!(fs::read_to_string(at("conf.d/bulkhead.toml")).unwrap(), all);
+}
+
+#[test]
+fn files_that_only_an_older_archive_has_are_removed() {
+    let dir = tempfile::tempdir().unwrap();
+    let root = dir.path();
+    let at = |path: &str| root.join(path.trim_start_matches('/'));
+    let put = |path: &str, text: &str| {
+        fs::create_dir_all(at(path).parent().unwrap()).unwrap();
+        fs::write(at(path), text).unwrap();
+    };
+    put(CONFIG, "version = 2\n");
+    let before = tree(root);
+    // By sha256sum.
+    let old = "8f434346648f6b96df89dda901c5176b10a6d83961dd3c1ac88b59b2dc327aa4";
+    let line = |path: &str| format!("{old}  {path}\n");
+    let gone = "usr/local/share/doc/bulkhead/old/page.md";
+    let both = ["usr/local/bin/bulkhead", "usr/lib/bulkhead/vmlinux"];
+    let (shared, changed) = ("usr/local/share/man/man1/bulkhead-old.1", "usr/lib/bulkhead/changed");
+    let never = ["etc/hosts", "usr/local/../../etc/hosts", "/usr/local/x", "usr/localx"];
+    let all = [gone, both[0], both[1], shared, changed].into_iter().chain(never);
+    put(super::options::ARCHIVE_FILES, &all.map(line).collect::<String>());
+    for path in [gone, both[0], both[1], shared, changed, "etc/hosts", "usr/local/x", "usr/localx"] {
+        put(path, "hi");
+    }
+    let unpacked = tree(root);
+    install(&mut Vec::new(), &options(root)).unwrap();
+    assert!(unpacked.keys().all(|path| path.exists()), "one version removes nothing");
+    put(changed, "by the operator");
+    put(super::options::ARCHIVE_FILES, &both.map(line).concat());
+    let said = said(|out| install(out, &options(root)));
+    assert!(said.contains(&format!("removed {}: only an older", at(gone).display())), "{said}");
+    assert!(said.contains(&format!("kept {}: only an older", at(changed).display())), "{said}");
+    assert!(!at(gone).exists() && !at(shared).exists() && at("usr/local/share/man/man1").exists());
+    assert!(!at("usr/local/share/doc/bulkhead").exists());
+    for path in [both[0], both[1], changed, "etc/hosts", "usr/local/x", "usr/localx"] {
+        assert!(at(path).exists(), "{path}");
+    }
+    // The removal does the same for a version that was not installed by the command.
+    put(super::options::ARCHIVE_FILES, &line(both[0]));
+    uninstall(&mut Vec::new(), &options(root)).unwrap();
+    assert!(!at(both[1]).exists() && at(both[0]).exists());
+    assert!(!at("etc/bulkhead").exists());
+    assert!(before.keys().all(|path| path.exists()));
+    // A package has no list.
+    fs::remove_file(at(super::options::ARCHIVE_FILES)).unwrap();
+    install(&mut Vec::new(), &options(root)).unwrap();
+    assert!(!at(super::options::ARCHIVE_RECORD).exists());
+}
+
+#[test]
+fn a_change_of_somebody_else_is_not_lost() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = dir.path().join("config.toml");
+    fs::write(&config, "version = 2\n").unwrap();
+    // As if somebody had written it between the two.
+    for read_before in [None, Some("version = 3\n")] {
+        let error = write_over(&config, read_before, "version = 2\nours\n").unwrap_err().to_string();
+        assert!(error.contains("config.toml") && error.contains("run this again"), "{error}");
+        let error = write_checked(&config, read_before, "ours", &config, false).unwrap_err().to_string();
+        assert!(error.contains("run this again"), "{error}");
+        assert_eq!(fs::read_to_string(&config).unwrap(), "version = 2\n");
+    }
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+    write_over(&config, Some("version = 2\n"), "new").unwrap();
+    write_over(&dir.path().join("other"), None, "new").unwrap();
+    assert_eq!(fs::read_to_string(&config).unwrap(), "new");
+}
+
+#[test]
+fn a_recorded_configuration_that_is_not_there_is_no_success() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |path: &str| dir.path().join(path.trim_start_matches('/'));
+    let disk = ["/disk/containerd/config.toml", "/disk/k3s/agent/etc/containerd/config.toml"];
+    for config in disk {
+        fs::create_dir_all(at(config).parent().unwrap()).unwrap();
+        fs::write(at(config), "version = 2\n").unwrap();
+        let before = tree(dir.path());
+        install(&mut Vec::new(), &named(Some(config), dir.path())).unwrap();
+        fs::rename(at("disk"), at("not-mounted")).unwrap();
+        let error = uninstall(&mut Vec::new(), &options(dir.path())).unwrap_err().to_string();
+        assert!(error.contains(&format!("there is no {}", at(config).display())), "{error}");
+        assert!(at(RECORD).exists());
+        fs::rename(at("not-mounted"), at("disk")).unwrap();
+        uninstall(&mut Vec::new(), &options(dir.path())).unwrap();
+        assert_eq!(tree(dir.path()), before);
+    }
+}
+
+#[test]
+fn what_a_killed_installation_has_left_is_removed() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |path: &str| dir.path().join(path.trim_start_matches('/'));
+    fs::create_dir_all(at("etc/containerd/conf.d")).unwrap();
+    fs::create_dir_all(at("etc/bulkhead")).unwrap();
+    fs::write(at(CONFIG), "version = 2\n").unwrap();
+    let before = tree(dir.path());
+    let own = OWN_FILES.map(|(path, _)| path);
+    let drop_in = "/etc/containerd/conf.d/bulkhead.toml";
+    for path in own.into_iter().chain([RECORD, super::options::ARCHIVE_RECORD, CONFIG, drop_in]) {
+        fs::write(at(&format!("{path}.bulkhead-new")), "a part").unwrap();
+    }
+    uninstall(&mut Vec::new(), &options(dir.path())).unwrap();
+    assert_eq!(tree(dir.path()), before);
+    assert!(!at("etc/bulkhead").exists());
 }

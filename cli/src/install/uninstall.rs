@@ -5,17 +5,17 @@ use std::{fs, io::Write, path::Path, time::Duration};
 use bulkhead_host_shim::operator::{STATE_ROOT, forget_failures, remove_all_templates};
 
 use crate::{
-    containerd::{Containerd, RECORD, recorded},
+    containerd::{CONFIG, Containerd, RECORD, recorded},
     error::CommandError,
     exec,
     install::{
-        block,
+        archive_files, block,
         files::{self, Removal},
         lock::{Lock, OF_UNINSTALL},
         metrics,
-        options::{OWN_DIRECTORY, OWN_FILES, Options},
+        options::{ARCHIVE_RECORD, OWN_DIRECTORY, OWN_FILES, Options},
         restart::{Restart, finish},
-        steps::{AS_IT_WAS, REMOVED_BESIDE, Steps, kept, read, remove, say, say_lost, write},
+        steps::{AS_IT_WAS, REMOVED_BESIDE, Steps, kept, read, remove, say, say_lost, write_over},
     },
     run,
 };
@@ -40,11 +40,18 @@ pub(super) fn uninstall_within(
     let mut changed = Vec::new();
     for containerd in options.containerds(record.as_deref()) {
         let is_changed = remove_handlers(&mut steps, options, &containerd);
+        if !is_changed && record.as_ref() == Some(&containerd.config) {
+            steps.take(|_| check_there(options, &containerd));
+        }
         changed.push((containerd, is_changed));
     }
     let is_removed = steps.errors.is_empty();
     for (name, text) in OWN_FILES {
         steps.take(|out| remove_own(out, &options.at(name), text));
+    }
+    steps.take(|out| archive_files::forget(out, options));
+    for name in OWN_FILES.map(|(name, _)| name).into_iter().chain([RECORD, ARCHIVE_RECORD]) {
+        steps.take(|_| remove_unfinished(&options.at(name)));
     }
     // Another try must find the handlers that are still there.
     if is_removed && record.is_some_and(|record| changed.iter().any(|(it, _)| it.config == record)) {
@@ -77,6 +84,21 @@ pub(super) fn uninstall_within(
     )
 }
 
+/// Fails if the configuration that was recorded is not there, such as on a disk that is not mounted: nobody knows
+/// whether the handlers are in it. The default one may be removed with containerd, and is found without a record.
+fn check_there(options: &Options, containerd: &Containerd) -> Result<(), CommandError> {
+    let path = options.at(&containerd.config);
+    let is_there = match containerd.generator() {
+        None => path.exists() || containerd.config == Path::new(CONFIG),
+        // The templates are beside it, and it is generated anew.
+        Some(_) => path.parent().is_some_and(Path::exists),
+    };
+    match is_there {
+        true => Ok(()),
+        false => Err(CommandError::NotThere { path, record: options.at(RECORD) }),
+    }
+}
+
 /// Takes the handlers out of the configuration of one containerd. Returns whether they were there.
 fn remove_handlers<W: Write>(steps: &mut Steps<'_, W>, options: &Options, containerd: &Containerd) -> bool {
     if !steps.take(|_| options.check_containerd(containerd).map(|()| true)) {
@@ -87,6 +109,11 @@ fn remove_handlers<W: Write>(steps: &mut Steps<'_, W>, options: &Options, contai
         is_changed |= steps.take(|out| remove_block(out, &path));
     }
     is_changed | steps.take(|out| remove_drop_in(out, &options.drop_in(containerd).0))
+}
+
+/// Removes what an installation that was killed has left beside a file.
+fn remove_unfinished(path: &Path) -> Result<(), CommandError> {
+    files::remove_unfinished(path).map_err(|source| CommandError::Remove { path: path.into(), source })
 }
 
 /// Removes a file that `bulkhead install` has written with this text.
@@ -113,16 +140,17 @@ fn remove_state(out: &mut impl Write) -> Result<(), CommandError> {
 
 /// Removes the block with the handlers from a file, and the file if it has nothing else. Returns whether it was there.
 fn remove_block(out: &mut impl Write, path: &Path) -> Result<bool, CommandError> {
+    remove_unfinished(path)?;
     let Some(text) = read(path)? else { return Ok(false) };
     let old = block::remove(path, &text)?;
     if old == text {
         return Ok(false);
     }
-    if old.is_empty() {
+    if old.is_empty() && !block::was_there(&text) {
         remove(path)?;
         say(out, &format!("removed {}", path.display()))?;
     } else {
-        write(path, &old)?;
+        write_over(path, Some(&text), &old)?;
         say(out, &format!("wrote {}, without the runtime handlers of Bulkhead", path.display()))?;
     }
     say_lost(out, path, &block::lost_by_removal(&text, &old), REMOVED_BESIDE)?;
@@ -131,6 +159,7 @@ fn remove_block(out: &mut impl Write, path: &Path) -> Result<bool, CommandError>
 
 /// Removes the file of its own with the handlers, which may be that of another version. Returns whether it was there.
 fn remove_drop_in(out: &mut impl Write, path: &Path) -> Result<bool, CommandError> {
+    remove_unfinished(path)?;
     match read(path)? {
         None => Ok(false),
         Some(text) if block::is_ours(&text) => {

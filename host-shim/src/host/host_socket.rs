@@ -39,8 +39,9 @@ use crate::{
 /// How long a service may take to accept a connection when others wait for that too.
 const CONNECT: Duration = Duration::from_secs(if cfg!(test) { 3 } else { 10 });
 
-/// How long to wait until the next attempt.
+/// How long to wait until the next attempt, at first and at last. Each attempt takes a thread for a moment.
 const AGAIN: Duration = Duration::from_millis(50);
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
 /// An id that stands for none (setresuid(2)).
 const NO_ID: u32 = u32::MAX;
@@ -170,6 +171,7 @@ impl HostSocket {
     ) -> io::Result<OwnedFd> {
         confinement.check(uid, gid)?;
         let deadline = Instant::now() + CONNECT;
+        let mut pause = AGAIN;
         loop {
             let (inode, profile) = (self.inode.try_clone()?, confinement.profile.clone());
             // A thread of its own, since it stays that user, with that profile.
@@ -178,8 +180,9 @@ impl HostSocket {
             let connected = timeout_at(deadline, connected).await?.map_err(io::Error::other)?;
             match connected {
                 // As many wait as the service lets wait. No event tells when one is accepted.
-                Err(error) if error.kind() == ErrorKind::WouldBlock && Instant::now() + AGAIN < deadline => {
-                    sleep(AGAIN).await;
+                Err(error) if error.kind() == ErrorKind::WouldBlock && Instant::now() + pause < deadline => {
+                    sleep(pause).await;
+                    pause = (2 * pause).min(LONGEST_PAUSE);
                 }
                 other => return other,
             }

@@ -1,6 +1,7 @@
 //! What the shim does on the host, and the journal by which it is undone.
 
 pub(crate) mod apparmor;
+pub(crate) mod bare;
 pub(crate) mod block_device;
 pub(crate) mod blocking;
 pub(crate) mod cgroup;

@@ -380,11 +380,19 @@ fn keep_hooks(path: &Path) -> Result<PathBuf, UndoError> {
 
 /// The state directories of all pods below `root`. What cannot be listed is left out.
 pub(crate) fn pods(root: &Path) -> impl Iterator<Item = PathBuf> {
-    let entries = |path: &Path| fs::read_dir(path).into_iter().flatten().flatten().map(|entry| entry.path());
+    containerds(root).flat_map(|path| entries(&path)).flat_map(|path| entries(&path))
+}
+
+/// The directories of all containerds below `root`.
+pub(crate) fn containerds(root: &Path) -> impl Iterator<Item = PathBuf> {
     let is_containerd =
         |path: &PathBuf| path.file_name().is_some_and(|name| !name.as_encoded_bytes().starts_with(b"."));
-    let containerds = entries(root).filter(is_containerd);
-    containerds.flat_map(move |path| entries(&path)).flat_map(move |path| entries(&path))
+    entries(root).filter(is_containerd)
+}
+
+/// What is in a directory.
+pub(crate) fn entries(path: &Path) -> impl Iterator<Item = PathBuf> + use<> {
+    fs::read_dir(path).into_iter().flatten().flatten().map(|entry| entry.path())
 }
 
 /// Removes what crashed shims left below `root`. Blocks.

@@ -26,7 +26,8 @@ pub use pods::{Pod, PodState, named as pod_named, paths as pod_paths};
 pub use sample::{Node, Sample, Sampler, pods, templates};
 pub use start::{container_starts, start_record};
 pub use templates::{
-    Template, TemplateState, largest_template_mib, remove_all_templates, remove_template, template_names,
+    Template, TemplateState, largest_template_mib, remove_all_templates, remove_template,
+    remove_unused_templates, template_names,
 };
 pub use usage::{CgroupUsage, CpuUsage, NetworkUsage, Pressure, Usage};
 

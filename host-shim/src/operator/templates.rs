@@ -56,7 +56,11 @@ pub(super) fn templates_of(root: &Path, pods: &[Pod]) -> io::Result<Vec<Template
     };
     let mut templates = Vec::new();
     for entry in entries {
-        let path = entry?.path();
+        let path = match entry {
+            // The directory was removed meanwhile.
+            Err(e) if e.kind() == io::ErrorKind::NotFound => break,
+            other => other?.path(),
+        };
         let state = match () {
             () if template::is_unfinished(&path) => TemplateState::Unfinished,
             () if template::is_outdated(&path) => TemplateState::Outdated,
@@ -99,19 +103,26 @@ pub fn template_names(root: &Path) -> io::Result<Vec<String>> {
 /// Removes all templates below `root`, and the directories if nothing else is in them. One that is being made is left
 /// alone. Returns how many were removed.
 pub fn remove_all_templates(root: &Path) -> io::Result<usize> {
-    let directory = root.join(DIR);
     let mut removed = 0;
     for name in template_names(root)? {
         // A pod that makes a template may have removed it meanwhile, because it is outdated.
         gone(remove_template(root, &name))?;
         removed += 1;
     }
-    removed += template::remove_unused(&directory)?.unwrap_or_default().len();
+    Ok(removed + remove_unused_templates(root)?.len())
+}
+
+/// Removes the templates below `root` that were never completed or that no pod will use, and the directories if nothing
+/// else is in them. One that is being made is left alone. Returns the names.
+pub fn remove_unused_templates(root: &Path) -> io::Result<Vec<String>> {
+    let directory = root.join(DIR);
+    let removed = template::remove_unused(&directory)?.unwrap_or_default();
     for directory in [directory.as_path(), root] {
         // Fails if there is a pod, or a template in the making.
         drop(fs::remove_dir(directory));
     }
-    Ok(removed)
+    let name = |path: PathBuf| path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    Ok(removed.into_iter().map(|(path, _)| name(path)).collect())
 }
 
 /// What the files of a template take, without its holes.

@@ -19,6 +19,7 @@ use tokio::time::timeout;
 
 use crate::{
     host::{
+        bare::is_bare,
         blocking::{self, BlockingError},
         journal::Effect,
         no_symlinks::gone,
@@ -254,12 +255,16 @@ pub(crate) fn remove(path: &Path) -> io::Result<()> {
     let hidden = path.with_file_name(hidden);
     fs::rename(path, &hidden)?;
     // Whoever removes what was not completed may have removed this.
-    gone(fs::remove_dir_all(hidden))
+    match hidden.symlink_metadata() {
+        // No version makes a file there, but one that somebody has put there would stay for good.
+        Ok(metadata) if !metadata.is_dir() => gone(fs::remove_file(hidden)),
+        _ => gone(fs::remove_dir_all(hidden)),
+    }
 }
 
-/// Removes the templates that no pod will use: those that were never completed, and those whose parts were replaced.
-/// Returns them. None: a pod is making a template.
-pub(crate) fn remove_unused(templates: &Path) -> io::Result<Option<Vec<PathBuf>>> {
+/// Removes the templates that no pod will use: those that were never completed, those that have nothing, and those
+/// whose parts were replaced. Returns them, and whether each had nothing. None: a pod is making a template.
+pub(crate) fn remove_unused(templates: &Path) -> io::Result<Option<Vec<(PathBuf, bool)>>> {
     let lock = match File::open(templates) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Some(Vec::new())),
         other => other?,
@@ -270,12 +275,21 @@ pub(crate) fn remove_unused(templates: &Path) -> io::Result<Option<Vec<PathBuf>>
         Err(fs::TryLockError::Error(error)) => return Err(error),
     }
     let mut removed = Vec::new();
-    for entry in fs::read_dir(templates)? {
-        let path = entry?.path();
-        if is_unfinished(&path) || is_outdated(&path) {
+    // The directory may be removed meanwhile, and then it has nothing.
+    let entries = match fs::read_dir(templates) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Some(removed)),
+        other => other?,
+    };
+    for entry in entries {
+        let path = match entry {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => break,
+            other => other?.path(),
+        };
+        let is_bare = is_bare(&path);
+        if is_bare || is_unfinished(&path) || is_outdated(&path) {
             // Whoever removes one by its name does not have the lock.
             gone(remove(&path))?;
-            removed.push(path);
+            removed.push((path, is_bare));
         }
     }
     Ok(Some(removed))

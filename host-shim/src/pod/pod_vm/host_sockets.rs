@@ -49,8 +49,9 @@ pub(super) fn new_log() -> SharedLogLimit {
 const MOST_DATAGRAM_BYTES: usize = 2 << 20;
 
 /// The most datagrams of a pod in each of these times, with those that are refused. Each costs the shim a system call,
-/// and its sender less.
+/// and its sender less. A long one counts as several, because the shim also reads it.
 pub(super) const MOST_DATAGRAMS: u32 = 2048;
+pub(super) const BYTES_OF_ONE: usize = 16 << 10;
 pub(super) const DATAGRAMS_WINDOW: Duration = Duration::from_millis(100);
 
 /// The right to have connections and datagrams, which the containers of a pod share.
@@ -83,7 +84,9 @@ impl Connections {
 
     /// Waits until another datagram may pass, and until there is room for it, of this many bytes.
     pub(super) async fn datagram(&self, bytes: usize) -> io::Result<OwnedSemaphorePermit> {
-        self.datagrams.lock().await.turn().await;
+        for _ in 0..=bytes / BYTES_OF_ONE {
+            self.datagrams.lock().await.turn().await;
+        }
         // It is never closed.
         Arc::clone(&self.datagram_bytes).acquire_many_owned(bytes as u32).await.map_err(io::Error::other)
     }

@@ -41,6 +41,9 @@ const SHARE: &str = "usr/local/share";
 /// The pictures of the documents, which are installed with them.
 const PICTURES: &str = "docs/pictures";
 
+/// The list of the archive's files.
+const LIST: &str = "usr/lib/bulkhead/files";
+
 /// Documents of the source tree, and their names below `share/doc/bulkhead`.
 const DOCUMENTS: [(&str, &str); 38] = [
     ("CHANGELOG.md", "CHANGELOG.md"),
@@ -124,11 +127,21 @@ pub(crate) fn build(dist: &Dist) -> Result<[PathBuf; 3]> {
     })
 }
 
-/// The archive and the package of the files: their names, and what is in them.
+/// The archive and the package of the files: their names, and what is in them. dpkg knows the files of a package. For
+/// those of an archive `bulkhead install` needs a list.
 fn packed(version: &str, files: Vec<File>) -> Result<[(String, Vec<u8>); 2]> {
-    let archive = (format!("bulkhead-{version}-x86_64.tar.gz"), archive::gzipped(&files)?);
+    let of_archive = [files.clone(), vec![list(&files)]].concat();
+    let archive = (format!("bulkhead-{version}-x86_64.tar.gz"), archive::gzipped(&of_archive)?);
     let package = (format!("bulkhead_{version}_amd64.deb"), deb::package(version, files)?);
     Ok([archive, package])
+}
+
+/// The list of the files, in the form of sha256sum(1).
+fn list(files: &[File]) -> File {
+    let mut lines: Vec<_> = files.iter().map(|file| (&file.path, Sha256::digest(&file.data))).collect();
+    lines.sort_by_key(|(path, _)| *path);
+    let text: String = lines.iter().map(|(path, digest)| format!("{digest:x}  {path}\n")).collect();
+    File { path: LIST.into(), mode: 0o644, data: text.into_bytes() }
 }
 
 /// All files of the archive, relative to `/`.
@@ -210,6 +223,21 @@ fn output(program: &Path, arguments: &[&Path]) -> Result<Vec<u8>> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_archive_lists_its_files_where_the_command_looks() {
+        let files = vec![File { path: "usr/local/bin/x".into(), mode: 0o755, data: b"text".to_vec() }];
+        let list = list(&files);
+        let expected = "982d9e3eb996f559e633f4d194def3761d909f5a3b647d1a851fead67c32c9d1  usr/local/bin/x\n";
+        assert_eq!(String::from_utf8(list.data).unwrap(), expected);
+        let command = fs::read_to_string(source_dir().join("cli/src/install/options.rs")).unwrap();
+        assert!(command.contains(&format!("\"/{LIST}\"")));
+        let license = File { path: "usr/local/share/doc/bulkhead/LICENSE".into(), mode: 0o644, data: vec![] };
+        let [(_, archive), _] = packed("1", [files, vec![license]].concat()).unwrap();
+        let mut archive = tar::Archive::new(flate2::read::GzDecoder::new(archive.as_slice()));
+        let names = archive.entries().unwrap().map(|it| it.unwrap().path().unwrap().display().to_string());
+        assert!(names.collect::<Vec<_>>().contains(&LIST.to_owned()));
+    }
 
     #[test]
     fn the_documents_exist() {

@@ -28,8 +28,9 @@ impl Server {
         let flags = args.u32()?;
         args.skip(4)?;
         let handle = args.u64()?;
-        let opened = self.opened(request.header.node, handle);
-        let stat = self.stat(request.header.node, (flags & GETATTR_FH != 0).then_some(opened))?;
+        let opened =
+            (flags & GETATTR_FH != 0).then(|| self.opened(request.header.node, handle)).transpose()?;
+        let stat = self.stat(request.header.node, opened)?;
         Ok(self.attributes_out(request.header.node, &stat))
     }
 
@@ -56,7 +57,8 @@ impl Server {
         let flags = args.u32()?;
         args.skip(4)?;
         let handle = args.u64()?;
-        let fd = match self.file_if_open(self.opened(request.header.node, handle)) {
+        let opened = self.opened(request.header.node, handle);
+        let fd = match opened.and_then(|opened| self.file_if_open(opened)) {
             Ok(Some(fd)) if flags & GETATTR_FH != 0 => fd,
             _ => self.path(request.header.node)?,
         };
@@ -112,7 +114,7 @@ impl Server {
         let (user, group) = (args.u32()?, args.u32()?);
 
         let node = request.header.node;
-        let opened = (valid & set::FH != 0).then(|| self.opened(node, handle));
+        let opened = (valid & set::FH != 0).then(|| self.opened(node, handle)).transpose()?;
         let is_set = |bits: u32| valid & bits != 0;
         // A change of a file in a lower layer of an overlay makes a copy, with another identity than the node's.
         let mut changed = None;

@@ -36,12 +36,14 @@ impl Opened {
 }
 
 impl Server {
-    /// The open file of a request that names `node` and `handle`.
-    pub(super) fn opened(&self, node: u64, handle: u64) -> Opened {
-        match handle {
-            NO_HANDLE if self.shared.is_exclusive => Opened::Node(node),
-            _ => Opened::Handle(handle),
+    /// The open file of a request that names `node` and `handle`. EBADF: the handle is not of this node. Whether the
+    /// request may wait for a file system, and where the names are that it finds, goes by the node.
+    pub(super) fn opened(&self, node: u64, handle: u64) -> Result<Opened> {
+        if handle == NO_HANDLE && self.shared.is_exclusive {
+            return Ok(Opened::Node(node));
         }
+        let (opened, _) = self.tables().handles.get(handle)?;
+        if opened == node { Ok(Opened::Handle(handle)) } else { Err(Errno::BADF) }
     }
 
     /// Adds a handle of `node`, which was opened with `flags` as `fd`.

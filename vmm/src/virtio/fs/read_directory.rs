@@ -86,7 +86,7 @@ impl Server {
         let (handle, offset, size) = (args.u64()?, args.u64()?, args.u32()? as usize);
         let room = size.min(LONGEST_DATA).min(request.room.len());
         let node = request.header.node;
-        let entries = match self.opened(node, handle) {
+        let entries = match self.opened(node, handle)? {
             Opened::Handle(handle) => self.read_opened(node, handle, offset, room, plus)?,
             Opened::Node(node) => self.read_listing(node, Position::of_cookie(offset), room, plus)?,
         };

@@ -104,7 +104,8 @@ impl Server {
     /// `fuse_flush_in`: a descriptor of the guest was closed. Closing a duplicate of the server's descriptor makes
     /// the file system of the host do what it does at close(2), and returns its error.
     pub(super) fn flush(&mut self, mut request: Request) -> Result<Answer> {
-        let opened = Opened::Handle(request.args.u64()?);
+        let handle = request.args.u64()?;
+        let opened = self.opened(request.header.node, handle)?;
         let Some(fd) = self.file_if_open(opened)? else { return Ok(done()) };
         let copy = fcntl_dupfd_cloexec(&*fd, 0)?;
         nix::unistd::close(copy.into_raw_fd()).map_err(|error| Errno::from_raw_os_error(error as i32))?;
@@ -114,7 +115,7 @@ impl Server {
     /// `fuse_fsync_in`.
     pub(super) fn sync(&mut self, mut request: Request) -> Result<Answer> {
         let (handle, flags) = (request.args.u64()?, request.args.u32()?);
-        let fd = self.file(self.opened(request.header.node, handle))?;
+        let fd = self.file(self.opened(request.header.node, handle)?)?;
         if flags & FSYNC_DATA != 0 {
             fdatasync(&*fd)?
         } else {
@@ -130,7 +131,7 @@ impl Server {
         if size > LONGEST_DATA || size > request.room.len() {
             return Err(Errno::INVAL);
         }
-        let fd = self.file(self.opened(request.header.node, handle))?;
+        let fd = self.file(self.opened(request.header.node, handle)?)?;
         let mut room = request.room.split_front(size);
         let mut filled = 0;
         // The guest takes a short read for the end of the file, so the server must not return one for another reason.
@@ -160,8 +161,8 @@ impl Server {
         if size > LONGEST_DATA || size > request.data.len() {
             return Err(Errno::INVAL);
         }
+        let opened = self.opened(request.header.node, handle)?;
         self.tables().nodes.resized(request.header.node);
-        let opened = self.opened(request.header.node, handle);
         let (fd, appends) = self.file_to_write(opened, flags)?;
         // Handles are opened with the flag, nodes are not.
         let is_synchronous =
@@ -190,8 +191,9 @@ impl Server {
     pub(super) fn allocate(&mut self, mut request: Request) -> Result<Answer> {
         let args = &mut request.args;
         let (handle, offset, length, mode) = (args.u64()?, args.u64()?, args.u64()?, args.u32()?);
+        let opened = self.opened(request.header.node, handle)?;
         self.tables().nodes.resized(request.header.node);
-        let fd = self.writable_file(self.opened(request.header.node, handle))?;
+        let fd = self.writable_file(opened)?;
         fallocate(&*fd, FallocateFlags::from_bits_retain(mode), offset, length)?;
         Ok(done())
     }
@@ -205,7 +207,7 @@ impl Server {
             libc::SEEK_HOLE => SeekFrom::Hole(offset),
             _ => return Err(Errno::INVAL),
         };
-        let fd = self.file(self.opened(request.header.node, handle))?;
+        let fd = self.file(self.opened(request.header.node, handle)?)?;
         Ok(Body::default().u64(seek(&*fd, to)?).into())
     }
 
@@ -218,7 +220,7 @@ impl Server {
         if flags != 0 {
             return Err(Errno::INVAL);
         }
-        let (from, to) = (self.opened(request.header.node, from), self.opened(to_node, to));
+        let (from, to) = (self.opened(request.header.node, from)?, self.opened(to_node, to)?);
         // Linux then copies by READ and WRITE.
         self.check_same_mount(from, to)?;
         self.tables().nodes.resized(to_node);

@@ -60,6 +60,8 @@ pub(super) enum ServeError {
     Root(#[source] Errno),
     #[error("there are more unused requests than the queues have entries")]
     TooMany,
+    #[error("a request was changed after it was taken")]
+    Changed,
     #[error(transparent)]
     Events(#[from] EventError),
 }
@@ -138,12 +140,16 @@ struct Busy {
 }
 
 /// A request that was not handled yet. Its chain is walked again when it is handled, so all of it is read and
-/// validated again. Only its demand relies on the first reading.
+/// validated again. Its demand relies on the first reading, so what the demand was found by must not have changed.
 struct Parked {
     queue: usize,
     chain: DescriptorChain<Arc<GuestMemory>>,
+    subject: Subject,
     demand: Demand,
 }
+
+/// The operation and the node of a request. None: it has no header.
+type Subject = Option<(u32, u64)>;
 
 /// A request that was read from guest memory.
 struct Work<'m> {
@@ -154,6 +160,12 @@ struct Work<'m> {
     len: usize,
     /// None if the request is too short.
     header: Option<Header>,
+}
+
+impl Work<'_> {
+    fn subject(&self) -> Subject {
+        self.header.map(|header| (header.opcode, header.node))
+    }
 }
 
 impl Demand {
@@ -372,7 +384,8 @@ impl RequestQueues {
         if load.parked.len() >= self.most_parked {
             return Err(ServeError::TooMany);
         }
-        load.parked.push_back(Parked { queue: index, chain: parked, demand: work.demand });
+        let (subject, demand) = (work.subject(), work.demand);
+        load.parked.push_back(Parked { queue: index, chain: parked, subject, demand });
         Ok(Taken::Parked)
     }
 
@@ -422,6 +435,9 @@ impl RequestQueues {
         let size = queue.queue.size();
         drop(queue);
         let work = self.read(parked.queue, parked.chain, size)?;
+        if work.subject() != parked.subject {
+            return Err(ServeError::Changed);
+        }
         Ok(Some(Work { demand: parked.demand, ..work }))
     }
 }
@@ -609,7 +625,12 @@ mod tests {
         let mut queue: Queue = mock.create_queue().unwrap();
         let chains: Vec<_> = queue.iter(memory.clone()).unwrap().collect();
         for (chain, file_system) in chains.into_iter().zip([1, 1, 2]) {
-            load.parked.push_back(Parked { queue: 1, chain, demand: Demand::of(Some(file_system)) });
+            load.parked.push_back(Parked {
+                queue: 1,
+                chain,
+                subject: None,
+                demand: Demand::of(Some(file_system)),
+            });
         }
         assert_eq!(load.unpark(8).unwrap().chain.head_index(), 2);
         assert!(load.unpark(8).is_none());
@@ -690,6 +711,24 @@ mod tests {
     }
 
     #[test]
+    fn a_request_that_the_guest_has_changed_since_it_was_taken_is_not_handled() {
+        let memory = crate::memory::lay_out(&[(0, 0x1_0000)], 0).unwrap();
+        let mock = MockSplitQueue::new(&memory, 16);
+        mock.add_desc_chains(&[RawDescriptor::from(Descriptor::new(0x8000, IN_HEADER as u32, 0, 0))], 0)
+            .unwrap();
+        let mut queue: Queue = mock.create_queue().unwrap();
+        let chain = queue.iter(Arc::new(memory.clone())).unwrap().next().unwrap();
+        let kick = EventFd::new(vmm_sys_util::eventfd::EFD_NONBLOCK).unwrap();
+        let queues =
+            RequestQueues::new(memory.clone(), vec![ActiveQueue { queue, kick, index: 0 }], 8, unmounted());
+        let subject = queues.read(0, chain.clone(), 16).unwrap().subject();
+        lock(&queues.load).parked.push_back(Parked { queue: 0, chain, subject, demand: Demand::of(Some(1)) });
+        // `nodeid` of `fuse_in_header`.
+        memory.write_obj(7_u64, GuestAddress(0x8010)).unwrap();
+        assert!(matches!(queues.next_parked(), Err(ServeError::Changed)));
+    }
+
+    #[test]
     fn the_leader_is_woken_for_a_second_request_that_need_not_wait_any_more() {
         let memory = crate::memory::lay_out(&[(0, 0x1_0000)], 0).unwrap();
         let mock = MockSplitQueue::new(&memory, 16);
@@ -708,7 +747,8 @@ mod tests {
         }
         for (chain, demand) in chains.into_iter().zip([slow, ended]) {
             assert!(!load.admits(demand, 8));
-            load.parked.push_back(Parked { queue: 0, chain, demand });
+            let subject = queues.read(0, chain.clone(), 16).unwrap().subject();
+            load.parked.push_back(Parked { queue: 0, chain, subject, demand });
         }
         load.end(ended);
         drop(load);

@@ -1372,6 +1372,12 @@ fn nothing_is_open_of_what_the_host_has_unmounted() {
             files
         });
         assert!(devices.iter().all(|device| open_on(*device) > 0));
+        // A name in the volume would keep the mount in use if its node could be below another directory.
+        let [one, stays] = ["one", "two"].map(|name| guest.lookup(ROOT, name).unwrap());
+        let volume = guest.lookup(one, "volume").unwrap();
+        let listing = long(&guest.ask(opcode::OPENDIR, volume, &[0; 8]).unwrap(), 0);
+        let body = Body::default().u64(listing).u64(0).u32(1024).zeros(20);
+        assert_eq!(guest.ask(opcode::READDIRPLUS, stays, body.as_bytes()), Err(-libc::EBADF));
         nix::mount::umount2(&places[0], nix::mount::MntFlags::MNT_DETACH).unwrap();
         guest.device.control().close_unmounted();
         let deadline = Instant::now() + Duration::from_secs(5);
