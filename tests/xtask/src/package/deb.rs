@@ -89,7 +89,7 @@ if [ \"$1\" = purge ]; then
     # Its handlers, its templates and /etc/bulkhead are those of another installation by now.
     if [ -e /usr/local/bin/bulkhead ]; then
         rm -rf $kept
-        say 'nothing was undone, and /etc/bulkhead is kept, because there is /usr/local/bin/bulkhead.'
+        say 'kept /etc/bulkhead, and what it configures, for the installation of /usr/local/bin/bulkhead.'
         exit 0
     fi
     if [ -e $kept/bulkhead ] && ! timeout --kill-after 10 120 $kept/bulkhead uninstall >&2; then
@@ -340,7 +340,7 @@ echo \"$*\" >> \"$0.called\"
         host.write("/etc/bulkhead/config.toml", "");
         host.write(kept, &format!("#!/bin/sh\ntouch {}\n", host.at("/called").display()));
         let (is_purged, said) = host.run(AFTER_REMOVAL, "purge");
-        assert!(is_purged && said.contains("/etc/bulkhead is kept, because there is "), "{said}");
+        assert!(is_purged && said.contains("for the installation of "), "{said}");
         assert!(host.at("/etc/bulkhead/config.toml").exists() && !host.at("/called").exists());
         assert!(!host.at("/var/lib/bulkhead-uninstall").exists());
     }
