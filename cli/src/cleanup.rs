@@ -7,7 +7,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use bulkhead_host_shim::operator::{Garbage, Removed, chain, garbage, one_line, remove_garbage};
+use bulkhead_host_shim::operator::{Garbage, Removed, chain, garbage, is_bare, one_line, remove_garbage};
 
 use crate::{
     error::CommandError, exec, install::lock as install, output::listing, progress::during,
@@ -30,21 +30,14 @@ pub(crate) fn gc(
     let path = |garbage: &Garbage| one_line(&garbage.path.display().to_string());
     if dry_run {
         let mut found = garbage(root).map_err(list)?;
-        let of = |reason| move |path| Garbage { path, reason };
-        found.extend(run::leftovers().into_iter().map(of(RUN_KILLED)));
-        found.extend(exec::leftovers().into_iter().map(of(EXEC_KILLED)));
-        found.extend(install::leftover(Path::new("/")).map(of(INSTALL_KILLED)));
+        found.extend(of_killed());
+        found.extend(install::leftover(Path::new("/")).map(|path| Garbage { path, reason: INSTALL_KILLED }));
         let cells = |garbage: &Garbage| [path(garbage), garbage.reason.to_owned()];
         listing(out, is_json, &found, ["WOULD BE REMOVED", "WHY"], cells).map_err(CommandError::Output)?;
         return Ok(true);
     }
     // Those that have nothing are removed on the way.
-    let bare: Vec<_> = run::leftovers()
-        .into_iter()
-        .map(|path| Garbage { path, reason: RUN_KILLED })
-        .chain(exec::leftovers().into_iter().map(|path| Garbage { path, reason: EXEC_KILLED }))
-        .filter(|it| fs::read_dir(&it.path).is_ok_and(|mut entries| entries.next().is_none()))
-        .collect();
+    let bare: Vec<_> = of_killed().filter(|it| is_bare(&it.path)).collect();
     // First those of killed commands, because their shims still live.
     let removed: Vec<_> = during("removing what nobody uses", is_json, |count| {
         let execs = of_commands(exec::remove_leftovers(), EXEC_KILLED);
@@ -64,6 +57,20 @@ pub(crate) fn gc(
     Ok(removed.iter().all(|removed| removed.error.is_none()))
 }
 
+/// The directories of runs and execs that were killed.
+fn of_killed() -> impl Iterator<Item = Garbage> {
+    let of = |reason| move |path| Garbage { path, reason };
+    let (runs, execs) = (run::leftovers(), exec::leftovers());
+    let all = runs.into_iter().map(of(RUN_KILLED)).chain(execs.into_iter().map(of(EXEC_KILLED)));
+    all.filter(|it| is_left(&it.path))
+}
+
+/// Whether a directory that nobody has locked is a killed command's. One that has just been made may be that of a
+/// command which locks it next.
+fn is_left(path: &Path) -> bool {
+    is_bare(path) || fs::read_dir(path).is_ok_and(|mut entries| entries.next().is_some())
+}
+
 /// What killed commands have left, with the error of each that stays.
 fn of_commands<E: Error + 'static>(
     left: impl IntoIterator<Item = (PathBuf, Result<(), E>)>,
@@ -77,10 +84,25 @@ fn of_commands<E: Error + 'static>(
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
+    use std::{
+        fs::File,
+        time::{Duration, SystemTime},
+    };
 
     use super::*;
     use crate::output::shown;
+
+    #[test]
+    fn a_directory_that_has_just_been_made_is_not_taken_for_a_killed_commands() {
+        let dir = tempfile::tempdir().unwrap();
+        assert!(!is_left(dir.path()));
+        fs::write(dir.path().join("file"), "").unwrap();
+        assert!(is_left(dir.path()));
+        fs::remove_file(dir.path().join("file")).unwrap();
+        let old = SystemTime::now() - Duration::from_secs(120);
+        File::open(dir.path()).unwrap().set_modified(old).unwrap();
+        assert!(is_left(dir.path()));
+    }
 
     #[test]
     fn what_nobody_uses_is_listed_or_removed() {

@@ -15,6 +15,10 @@ const NAME: &str = "containerd";
 /// The times of processes are in hundredths of a second on x86_64.
 const TICK: Duration = Duration::from_millis(10);
 
+/// How much later than its true start the start of a process may seem to be, or a change than its true time: the start
+/// and the uptime of the host are in ticks.
+const INEXACT: Duration = Duration::from_millis(20);
+
 /// What a containerd has read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Reading {
@@ -30,8 +34,12 @@ impl Containerd {
     /// Compares the start of its process with the changes of its configuration. `root` is `/`, but for tests.
     pub(crate) fn unread(&self, root: &Path) -> Reading {
         let Some(started) = self.started(root) else { return Reading::Down };
-        let mut places = self.files(root).into_iter().chain(self.directories(root));
-        match places.find(|path| changed(path).is_some_and(|changed| changed > started)) {
+        // k3s and RKE2 write it each time before they start containerd.
+        let generated =
+            self.generator().map(|_| root.join(self.config.strip_prefix("/").unwrap_or(&self.config)));
+        let places = self.files(root).into_iter().chain(self.directories(root));
+        let mut places = places.filter(|path| Some(path) != generated.as_ref());
+        match places.find(|path| changed(path).is_some_and(|changed| changed > started + INEXACT)) {
             Some(path) => Reading::Unread(path),
             None => Reading::Current,
         }
@@ -185,6 +193,23 @@ mod tests {
         start();
         fs::remove_file(host.at(&template)).unwrap();
         assert_eq!(host.unread(&config), Reading::Unread(host.at(directory)));
+    }
+
+    #[test]
+    fn what_was_written_just_before_the_start_is_read() {
+        let host = Host(tempfile::tempdir().unwrap());
+        for _ in 0..30 {
+            host.write(CONFIG, "version = 3\n");
+            host.start("", host.0.path());
+            assert_eq!(host.unread(CONFIG), Reading::Current);
+        }
+        // What is generated is never newer than what containerd has read.
+        let config = "/var/lib/rancher/k3s/agent/etc/containerd/config.toml";
+        host.write(config, "version = 2\n");
+        host.start(&format!("-c\0{config}"), host.0.path());
+        host.later();
+        host.write(config, "version = 2\n");
+        assert_eq!(host.unread(config), Reading::Current);
     }
 
     #[test]

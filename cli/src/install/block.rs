@@ -226,7 +226,10 @@ fn is_of_any_version(configuration: &Table) -> bool {
 /// The configuration `text` without the block.
 pub(super) fn remove(path: &Path, text: &str) -> Result<String, CommandError> {
     let Some((begin, end)) = place(path, text)? else { return Ok(text.to_owned()) };
-    Ok([text.get(..begin), text.get(end..)].map(Option::unwrap_or_default).concat())
+    let [before, after] = [text.get(..begin), text.get(end..)].map(Option::unwrap_or_default);
+    // What somebody has written after the block needs the line break that came with the block.
+    let is_open = !(before.is_empty() || before.ends_with('\n') || after.is_empty());
+    Ok([before, if is_open { "\n" } else { "" }, after].concat())
 }
 
 /// Whether a file that has nothing but the block was there before.
@@ -247,7 +250,12 @@ fn place(path: &Path, text: &str) -> Result<Option<(usize, usize)>, CommandError
     };
     let begin = match (line(BEGIN).or_else(|| line(BEGIN_IN_EMPTY)), line(BEGIN_AFTER_OPEN_LINE)) {
         (Some((begin, _)), _) => Some(begin),
-        (None, Some((begin, _))) => Some(begin.saturating_sub(1)),
+        (None, Some((begin, _))) => {
+            let before = text.get(..begin).unwrap_or_default();
+            let open = before.strip_suffix('\n').unwrap_or(before);
+            // An editor may have converted all line breaks.
+            Some(open.strip_suffix('\r').unwrap_or(open).len())
+        }
         (None, None) => None,
     };
     match (begin, line(END)) {
@@ -310,6 +318,19 @@ fn imports(configuration: &Table, directory: &Path) -> bool {
     files.filter_map(toml::Value::as_str).any(|file| Path::new(file) == all)
 }
 
+/// Fails if the new text of a file is no TOML, although the old one is: containerd would not start with it. A template
+/// of k3s or RKE2 need not be TOML.
+pub(super) fn check_valid(path: &Path, old: &str, new: &str) -> Result<(), CommandError> {
+    match (toml::from_str::<Table>(old), toml::from_str::<Table>(new)) {
+        (Ok(_), Err(error)) => {
+            let reason =
+                format!("it would not be valid TOML any more: {}", error.message().replace('\n', " "));
+            Err(CommandError::Refused { path: path.into(), reason })
+        }
+        _ => Ok(()),
+    }
+}
+
 fn parse(path: &Path, text: &str) -> Result<Table, CommandError> {
     toml::from_str(text)
         .map_err(|e| CommandError::Toml { path: path.into(), reason: e.message().replace('\n', " ") })
@@ -362,6 +383,14 @@ mod tests {
     fn what_the_operator_has_written_after_the_block_stays() {
         let Change::Text(new) = added("version = 2\n") else { panic!("nothing is added") };
         assert_eq!(removed(&format!("{new}[debug]\n")), "version = 2\n[debug]\n");
+        // The last line that was open has a line break then, in the form of any editor.
+        let open = "version = 3\nroot = '/x'";
+        let Change::Text(with_block) = added(open) else { panic!("nothing is added") };
+        let debug = format!("{with_block}[debug]\n");
+        assert_eq!(removed(&debug), format!("{open}\n[debug]\n"));
+        let Change::Text(again) = added(&debug) else { panic!("the block does not move to the end") };
+        assert_eq!(removed(&again), format!("{open}\n[debug]\n"));
+        assert_eq!(removed(&with_block.replace('\n', "\r\n")), open.replace('\n', "\r\n"));
         let older = new.replace("runtime_type", "# older\n  runtime_type");
         assert_eq!(added(&older), Change::Text(new), "an upgrade writes the new block");
     }

@@ -82,7 +82,9 @@ fn unfinished(path: &Path) -> PathBuf {
 
 /// Removes what a writer that was killed has left beside the file.
 pub(super) fn remove_unfinished(path: &Path) -> io::Result<()> {
-    match fs::remove_file(unfinished(path)) {
+    // It is beside the file to which a symbolic link leads, as the writer has it.
+    let path = fs::canonicalize(path).unwrap_or_else(|_| path.into());
+    match fs::remove_file(unfinished(&path)) {
         Err(e) if !matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => Err(e),
         _ => Ok(()),
     }
@@ -91,15 +93,25 @@ pub(super) fn remove_unfinished(path: &Path) -> io::Result<()> {
 /// Writes the new file with the owner and the mode of the old one. Whoever owns the directory can put a link in the
 /// place of the new file, so that is not named again.
 fn fill(new: &Path, old: &Path, text: &str) -> io::Result<()> {
-    let mut file = OpenOptions::new().write(true).create_new(true).mode(0o644).open(new)?;
-    if let Ok(metadata) = fs::metadata(old) {
-        fchown(&file, Some(metadata.uid()), Some(metadata.gid()))?;
-        file.set_permissions(fs::Permissions::from_mode(metadata.mode() & 0o7777))?;
-    }
+    let mut file = make(new)?;
+    let mode = match fs::metadata(old) {
+        Ok(metadata) => {
+            fchown(&file, Some(metadata.uid()), Some(metadata.gid()))?;
+            metadata.mode() & 0o7777
+        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound => 0o644,
+        Err(error) => return Err(error),
+    };
+    file.set_permissions(fs::Permissions::from_mode(mode))?;
     file.write_all(text.as_bytes())?;
     file.sync_all()?;
     // So that a crash of the host leaves the old file or the new one.
     File::open(new.parent().unwrap_or(Path::new("/")))?.sync_all()
+}
+
+/// Makes the new file. Whoever opens it keeps it open, so nobody else may do that before it has its mode.
+fn make(new: &Path) -> io::Result<File> {
+    OpenOptions::new().write(true).create_new(true).mode(0o600).open(new)
 }
 
 /// What became of a file that was to be removed.
@@ -166,20 +178,30 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let at = |name: &str| dir.path().join(name);
         replace(&at("file"), "old").unwrap();
-        let id = std::process::id();
-        for left in ["file.bulkhead-new".to_owned(), format!("file.bulkhead-{id}")] {
-            fs::write(at("other"), "not ours").unwrap();
-            symlink(at("other"), at(&left)).unwrap();
-            replace(&at("file"), "new").unwrap();
-            assert_eq!(fs::read_to_string(at("file")).unwrap(), "new");
-            assert_eq!(fs::read_to_string(at("other")).unwrap(), "not ours");
-            _ = fs::remove_file(at(&left));
+        fs::write(at("other"), "not ours").unwrap();
+        symlink(at("other"), at("file.bulkhead-new")).unwrap();
+        replace(&at("file"), "new").unwrap();
+        assert_eq!(fs::read_to_string(at("file")).unwrap(), "new");
+        assert_eq!(fs::read_to_string(at("other")).unwrap(), "not ours");
+        // One that nothing replaces is removed too, also beside the file of a link.
+        symlink(at("file"), at("link")).unwrap();
+        for name in ["file", "link"] {
+            fs::write(at("file.bulkhead-new"), "a part").unwrap();
+            remove_unfinished(&at(name)).unwrap();
+            remove_unfinished(&at(name)).unwrap();
+            assert!(!at("file.bulkhead-new").exists());
         }
-        // One that nothing replaces is removed too.
-        fs::write(at("file.bulkhead-new"), "a part").unwrap();
-        remove_unfinished(&at("file")).unwrap();
-        remove_unfinished(&at("file")).unwrap();
-        assert!(!at("file.bulkhead-new").exists());
+    }
+
+    #[test]
+    fn nobody_else_can_open_a_new_file_before_it_has_the_mode_of_the_old_one() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        assert_eq!(make(&at("new")).unwrap().metadata().unwrap().mode() & 0o777, 0o600);
+        replace(&at("file"), "text").unwrap();
+        assert_eq!(fs::metadata(at("file")).unwrap().mode() & 0o777, 0o644);
+        // Nobody knows the mode of what cannot be looked at.
+        fill(&at("other"), &at("file/old"), "text").unwrap_err();
     }
 
     #[test]

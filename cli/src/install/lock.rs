@@ -11,7 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use bulkhead_host_shim::operator::one_line;
+use bulkhead_host_shim::operator::{is_bare, one_line};
 use rustix::{
     fs::{AtFlags, FlockOperation, Mode, OFlags, flock, open, openat, statat, unlinkat},
     io::Errno,
@@ -147,7 +147,8 @@ pub(crate) fn leftover(root: &Path) -> Option<PathBuf> {
     let path = root.join(DIRECTORY);
     let is_free = match File::open(path.join(FILE)) {
         Ok(file) => file.try_lock_shared().is_ok(),
-        Err(error) => error.kind() == io::ErrorKind::NotFound && path.is_dir(),
+        // A command that has just made the directory makes the file next.
+        Err(error) => error.kind() == io::ErrorKind::NotFound && is_bare(&path),
     };
     is_free.then_some(path)
 }
@@ -167,7 +168,7 @@ pub(crate) fn remove_leftover(root: &Path) -> Option<(PathBuf, Result<(), Comman
 
 #[cfg(test)]
 mod tests {
-    use std::{os::unix::fs::symlink, sync::mpsc};
+    use std::{os::unix::fs::symlink, sync::mpsc, time::SystemTime};
 
     use super::*;
 
@@ -192,6 +193,9 @@ mod tests {
         let path = root.path().join(DIRECTORY);
         fs::create_dir_all(root.path().join("run")).unwrap();
         DirBuilder::new().mode(0o700).create(&path).unwrap();
+        assert_eq!(leftover(root.path()), None, "its command may have just begun");
+        let old = SystemTime::now() - Duration::from_secs(120);
+        File::open(&path).unwrap().set_modified(old).unwrap();
         assert_eq!(leftover(root.path()).as_deref(), Some(&*path));
         fs::write(path.join(FILE), "1 bulkhead install\n").unwrap();
         let lock = Lock::take(root.path(), SHORT).unwrap();

@@ -12,7 +12,7 @@ mod uninstall;
 
 use std::{
     collections::BTreeMap,
-    env,
+    env, fs,
     io::{self, Write},
     path::Path,
     time::Duration,
@@ -30,9 +30,9 @@ use crate::{
         block::{Change, Version},
         files::WriteError,
         lock::{Lock, OF_INSTALL},
-        options::OWN_FILES,
+        options::{KEPT_PROGRAM, OWN_FILES},
         restart::{Restart, finish},
-        steps::{AS_IT_WAS, check_unchanged, kept, read, remove, say, say_lost, write, write_over},
+        steps::{AS_IT_WAS, Steps, check_unchanged, kept, read, remove, say, say_lost, write, write_over},
     },
 };
 
@@ -59,11 +59,15 @@ fn install_within(out: &mut impl Write, options: &Options, within: Duration) -> 
             Some(_) => say(out, &kept(&own))?,
         }
     }
-    archive_files::remove_older(out, options)?;
     if !is_changed {
         say(out, AS_IT_WAS)?;
     }
-    finish(out, options, &containerd, &Restart { is_changed, also_if_down: true })?;
+    // An old file that stays must not keep containerd from its configuration.
+    let mut steps = Steps { out, errors: Vec::new() };
+    steps.take(|out| archive_files::remove_older(out, options));
+    steps.take(|_| remove_kept_program(&options.at(KEPT_PROGRAM)));
+    steps.take(|out| finish(out, options, &containerd, &Restart { is_changed, also_if_down: true }));
+    steps.end()?;
     say(out, "for Kubernetes: kubectl apply -f /etc/bulkhead/runtimeclass.yaml")?;
     // The containerd of an image is not asked, and its network comes with the node.
     if options.root.is_some() {
@@ -73,6 +77,16 @@ fn install_within(out: &mut impl Write, options: &Options, within: Duration) -> 
         return disabled.map_or(Ok(()), |finding| finding.print(out).map_err(CommandError::Output));
     }
     say_of_network(out, Path::new("/"), containerd.configuration(), containerd.generator())
+}
+
+/// Later it would undo this installation.
+fn remove_kept_program(path: &Path) -> Result<(), CommandError> {
+    match fs::remove_dir_all(path) {
+        Err(source) if source.kind() != io::ErrorKind::NotFound => {
+            Err(CommandError::Remove { path: path.into(), source })
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Says what pods of Kubernetes lack of a network, as `bulkhead check` does.

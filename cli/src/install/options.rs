@@ -9,7 +9,7 @@ use std::{
 use clap::Args;
 
 use crate::{
-    containerd::{Containerd, ContainerdConfig, RECORD},
+    containerd::{CONFIG, Containerd, ContainerdConfig, RECORD},
     error::CommandError,
     install::{
         block, lock, metrics,
@@ -23,6 +23,9 @@ pub(super) const DROP_IN: &str = "bulkhead.toml";
 /// The list of the archive's files, which the archive has, and that of the last installation.
 pub(super) const ARCHIVE_FILES: &str = "/usr/lib/bulkhead/files";
 pub(super) const ARCHIVE_RECORD: &str = "/etc/bulkhead/archive-files";
+
+/// Where the removal of the package has kept its program, because not all could be undone. An installation can undo it.
+pub(super) const KEPT_PROGRAM: &str = "/var/lib/bulkhead-uninstall";
 
 /// The other files that are written, and their texts.
 pub(super) const OWN_DIRECTORY: &str = "/etc/bulkhead";
@@ -76,6 +79,7 @@ impl Options {
         if known == *containerd {
             return Ok(());
         }
+        self.check_there(&known)?;
         for path in self.with_block(&known) {
             if let Some(text) = read(&path)?
                 && block::remove(&path, &text)? != text
@@ -87,6 +91,21 @@ impl Options {
         match read(&path)?.is_some_and(|text| block::is_ours(&text)) {
             true => Err(CommandError::OtherContainerd { path }),
             false => Ok(()),
+        }
+    }
+
+    /// Fails if the configuration that was recorded is not there, such as on a disk that is not mounted: nobody knows
+    /// whether the handlers are in it. The default one may be removed with containerd, and is found without a record.
+    pub(super) fn check_there(&self, containerd: &Containerd) -> Result<(), CommandError> {
+        let path = self.at(&containerd.config);
+        let is_there = match containerd.generator() {
+            None => path.exists() || containerd.config == Path::new(CONFIG),
+            // The templates are beside it, and it is generated anew.
+            Some(_) => path.parent().is_some_and(Path::exists),
+        };
+        match is_there {
+            true => Ok(()),
+            false => Err(CommandError::NotThere { path, record: self.at(RECORD) }),
         }
     }
 
@@ -118,7 +137,12 @@ impl Options {
     /// Refuses a root directory in which a symbolic link leads from one of our own files to a file outside of it.
     pub(super) fn check_own(&self) -> Result<(), CommandError> {
         let own = OWN_FILES.map(|(name, _)| self.at(name));
-        let others = [self.at(RECORD), metrics::directory(self.root.as_deref()), self.at(lock::DIRECTORY)];
+        let others = [
+            self.at(RECORD),
+            self.at(KEPT_PROGRAM),
+            metrics::directory(self.root.as_deref()),
+            self.at(lock::DIRECTORY),
+        ];
         let of_archive = [ARCHIVE_FILES, ARCHIVE_RECORD].map(|path| self.at(path));
         self.check_inside(own.into_iter().chain(others).chain(of_archive))
     }

@@ -56,7 +56,11 @@ fn what_is_installed_is_uninstalled_without_a_trace() {
         fs::create_dir_all(root.join("etc/containerd/conf.d")).unwrap();
         fs::write(root.join("etc/containerd/config.toml"), configuration).unwrap();
         let before = tree(root);
+        // Of a package that was removed.
+        fs::create_dir_all(root.join("var/lib/bulkhead-uninstall")).unwrap();
+        fs::write(root.join("var/lib/bulkhead-uninstall/bulkhead"), "").unwrap();
         let first = said(|out| install(out, &options(root)));
+        assert!(!root.join("var/lib/bulkhead-uninstall").exists());
         assert!(first.contains("wrote") && first.contains("systemctl restart containerd"), "{first}");
         let installed = tree(root);
         assert!(installed.contains_key(&root.join("etc/bulkhead/runtimeclass.yaml")));
@@ -500,6 +504,23 @@ fn odd_configurations_get_the_handlers_and_are_restored_to_the_last_byte() {
 }
 
 #[test]
+fn what_would_break_a_configuration_is_not_removed() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = dir.path().join("etc/containerd/config.toml");
+    fs::create_dir_all(config.parent().unwrap()).unwrap();
+    fs::write(&config, "version = 2\n").unwrap();
+    install(&mut Vec::new(), &options(dir.path())).unwrap();
+    // What the operator has written in the block belongs to what comes after it.
+    let end = "# End: added by `bulkhead install`.\n";
+    let installed = fs::read_to_string(&config).unwrap();
+    let edited = installed.replace(end, &format!("[debug]\nlevel = \"\"\"\n{end}\"\"\"\n"));
+    fs::write(&config, &edited).unwrap();
+    let error = uninstall(&mut Vec::new(), &options(dir.path())).unwrap_err().to_string();
+    assert!(error.contains("config.toml was not changed, because it would not be valid TOML"), "{error}");
+    assert_eq!(fs::read_to_string(&config).unwrap(), edited);
+}
+
+#[test]
 fn a_link_to_nothing_is_not_replaced() {
     let dir = tempfile::tempdir().unwrap();
     let config = dir.path().join("etc/containerd/config.toml");
@@ -583,6 +604,22 @@ fn files_that_only_an_older_archive_has_are_removed() {
 }
 
 #[test]
+fn an_old_file_that_stays_keeps_containerd_from_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |path: &str| dir.path().join(path.trim_start_matches('/'));
+    for path in [CONFIG, super::options::ARCHIVE_FILES, super::options::ARCHIVE_RECORD] {
+        fs::create_dir_all(at(path).parent().unwrap()).unwrap();
+        fs::write(at(path), "version = 2\n").unwrap();
+    }
+    fs::write(at(super::options::ARCHIVE_RECORD), b"\xff").unwrap();
+    let mut out = Vec::new();
+    let error = install(&mut out, &options(dir.path())).unwrap_err().to_string();
+    assert!(error.contains("archive-files"), "{error}");
+    let said = String::from_utf8(out).unwrap();
+    assert!(said.contains("systemctl restart containerd"), "{said}");
+}
+
+#[test]
 fn a_change_of_somebody_else_is_not_lost() {
     let dir = tempfile::tempdir().unwrap();
     let config = dir.path().join("config.toml");
@@ -615,6 +652,14 @@ fn a_recorded_configuration_that_is_not_there_is_no_success() {
         let error = uninstall(&mut Vec::new(), &options(dir.path())).unwrap_err().to_string();
         assert!(error.contains(&format!("there is no {}", at(config).display())), "{error}");
         assert!(at(RECORD).exists());
+        // An installation elsewhere would forget it.
+        fs::create_dir_all(at("other")).unwrap();
+        fs::write(at("other/config.toml"), "version = 2\n").unwrap();
+        let other = named(Some("/other/config.toml"), dir.path());
+        let error = install(&mut Vec::new(), &other).unwrap_err().to_string();
+        assert!(error.contains(&format!("there is no {}", at(config).display())), "{error}");
+        assert_eq!(recorded(dir.path()).unwrap().as_deref(), Some(Path::new(config)));
+        fs::remove_dir_all(at("other")).unwrap();
         fs::rename(at("not-mounted"), at("disk")).unwrap();
         uninstall(&mut Vec::new(), &options(dir.path())).unwrap();
         assert_eq!(tree(dir.path()), before);

@@ -5,7 +5,7 @@ use std::{fs, io::Write, path::Path, time::Duration};
 use bulkhead_host_shim::operator::{STATE_ROOT, forget_failures, remove_all_templates};
 
 use crate::{
-    containerd::{CONFIG, Containerd, RECORD, recorded},
+    containerd::{Containerd, RECORD, recorded},
     error::CommandError,
     exec,
     install::{
@@ -19,6 +19,24 @@ use crate::{
     },
     run,
 };
+
+/// A containerd after the steps that take the handlers out of its configuration.
+struct Cleaned {
+    containerd: Containerd,
+    /// It is the one that this host uses.
+    is_found: bool,
+    /// The handlers were there.
+    is_changed: bool,
+    /// No step has failed.
+    is_clean: bool,
+}
+
+impl Cleaned {
+    /// Whether it must read its configuration. Others may have one that they are not to read yet, or be stopped.
+    fn is_to_finish(&self) -> bool {
+        self.is_changed || (self.is_found && self.is_clean)
+    }
+}
 
 /// `bulkhead uninstall`.
 pub(crate) fn uninstall(out: &mut impl Write, options: &Options) -> Result<(), CommandError> {
@@ -37,13 +55,17 @@ pub(super) fn uninstall_within(
     let record = steps.take(|_| {
         recorded(options.root()).map_err(|source| CommandError::Read { path: options.at(RECORD), source })
     });
-    let mut changed = Vec::new();
+    // It may have been cleaned before, by a removal whose restart has failed.
+    let found = options.containerd();
+    let mut cleaned = Vec::new();
     for containerd in options.containerds(record.as_deref()) {
+        let errors = steps.errors.len();
         let is_changed = remove_handlers(&mut steps, options, &containerd);
         if !is_changed && record.as_ref() == Some(&containerd.config) {
-            steps.take(|_| check_there(options, &containerd));
+            steps.take(|_| options.check_there(&containerd));
         }
-        changed.push((containerd, is_changed));
+        let is_clean = steps.errors.len() == errors;
+        cleaned.push(Cleaned { is_found: containerd == found, containerd, is_changed, is_clean });
     }
     let is_removed = steps.errors.is_empty();
     for (name, text) in OWN_FILES {
@@ -54,7 +76,7 @@ pub(super) fn uninstall_within(
         steps.take(|_| remove_unfinished(&options.at(name)));
     }
     // Another try must find the handlers that are still there.
-    if is_removed && record.is_some_and(|record| changed.iter().any(|(it, _)| it.config == record)) {
+    if is_removed && record.is_some_and(|record| cleaned.iter().any(|it| it.containerd.config == record)) {
         let path = options.at(RECORD);
         steps.take(|out| {
             remove(&path)?;
@@ -70,33 +92,18 @@ pub(super) fn uninstall_within(
     if options.root.is_none() {
         steps.take(remove_state);
     }
-    if !changed.iter().any(|(_, is_changed)| *is_changed) {
+    if !cleaned.iter().any(|it| it.is_changed) {
         steps.take(|out| say(out, AS_IT_WAS));
     }
-    for (containerd, is_changed) in changed {
-        let restart = Restart { is_changed, also_if_down: false };
-        steps.take(|out| finish(out, options, &containerd, &restart));
+    for it in cleaned.iter().filter(|it| it.is_to_finish()) {
+        let restart = Restart { is_changed: it.is_changed, also_if_down: false };
+        steps.take(|out| finish(out, options, &it.containerd, &restart));
     }
     steps.end()?;
     say(
         out,
         "Running pods are not affected. Remove the package, or the files of the archive, when none is left.",
     )
-}
-
-/// Fails if the configuration that was recorded is not there, such as on a disk that is not mounted: nobody knows
-/// whether the handlers are in it. The default one may be removed with containerd, and is found without a record.
-fn check_there(options: &Options, containerd: &Containerd) -> Result<(), CommandError> {
-    let path = options.at(&containerd.config);
-    let is_there = match containerd.generator() {
-        None => path.exists() || containerd.config == Path::new(CONFIG),
-        // The templates are beside it, and it is generated anew.
-        Some(_) => path.parent().is_some_and(Path::exists),
-    };
-    match is_there {
-        true => Ok(()),
-        false => Err(CommandError::NotThere { path, record: options.at(RECORD) }),
-    }
 }
 
 /// Takes the handlers out of the configuration of one containerd. Returns whether they were there.
@@ -150,6 +157,7 @@ fn remove_block(out: &mut impl Write, path: &Path) -> Result<bool, CommandError>
         remove(path)?;
         say(out, &format!("removed {}", path.display()))?;
     } else {
+        block::check_valid(path, &text, &old)?;
         write_over(path, Some(&text), &old)?;
         say(out, &format!("wrote {}, without the runtime handlers of Bulkhead", path.display()))?;
     }
@@ -172,5 +180,22 @@ fn remove_drop_in(out: &mut impl Write, path: &Path) -> Result<bool, CommandErro
             let line = format!("kept {}: it was not written by `bulkhead install`", path.display());
             say(out, &line).map(|()| false)
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_was_changed_or_is_used_reads_its_configuration() {
+        let to_finish = |is_found, is_changed, is_clean| {
+            let containerd = Containerd::of("/etc/containerd/config.toml".into());
+            Cleaned { containerd, is_found, is_changed, is_clean }.is_to_finish()
+        };
+        assert!(!to_finish(false, false, true), "nothing was done to it");
+        assert!(!to_finish(true, false, false), "nobody knows what it would read");
+        // A restart may have failed before.
+        assert!(to_finish(true, false, true) && to_finish(false, true, true) && to_finish(true, true, false));
     }
 }

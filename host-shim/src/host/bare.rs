@@ -21,7 +21,7 @@ const LONGEST_LINE: u64 = 4096;
 
 /// Whether a directory is empty, and nobody can be making it any more. That of a pod may have a journal
 /// without a line.
-pub(crate) fn is_bare(path: &Path) -> bool {
+pub fn is_bare(path: &Path) -> bool {
     let is_old = path.symlink_metadata().is_ok_and(|metadata| {
         let age = metadata.modified().ok().and_then(|made| SystemTime::now().duration_since(made).ok());
         metadata.is_dir() && age.is_some_and(|age| age >= MAKING)

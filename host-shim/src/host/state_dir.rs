@@ -106,19 +106,24 @@ impl StateDir {
     pub(crate) fn create(path: &Path, owners: &[Effect]) -> Result<(Self, Journal), StateDirError> {
         clean(path).and_then(Cleaned::complete).map_err(StateDirError::Earlier)?;
         let create = |source| StateDirError::Create { path: path.into(), source };
-        make(path).map_err(create)?;
+        let record = |source| StateDirError::Record { path: path.into(), source };
+        let making = make_claimed(path)?;
         let dir = File::open(path).map_err(create)?;
         let mut journal = journal_of(path)?;
         ProcessId::of(std::process::id())
             .and_then(|shim| journal.record(Effect::Shim(shim)))
-            .and_then(|()| owners.iter().try_for_each(|owner| journal.record(owner.clone())))
+            .map_err(record)?;
+        drop(making);
+        owners
+            .iter()
+            .try_for_each(|owner| journal.record(owner.clone()))
             .and_then(|()| journal.make_dir(&path.join(CONTAINERS)))
             .and_then(|()| journal.make_dir(&path.join(VOLUMES)))
             .and_then(|()| journal.make_dir(&path.join(POSTSTOP)))
             .and_then(|()| journal.record(Effect::File { path: path.join(START_RECORD) }))
             .and_then(|()| journal.record(Effect::File { path: path.join(CONTAINER_STARTS) }))
             .and_then(|()| journal.record(Effect::File { path: path.join(EVENTS) }))
-            .map_err(|source| StateDirError::Record { path: path.into(), source })?;
+            .map_err(record)?;
         Ok((Self { path: path.into(), dir }, journal))
     }
 
@@ -537,6 +542,21 @@ fn undo_all(path: &Path, journals: &str) -> Result<(), UndoError> {
         result = result.and(undone);
     }
     result
+}
+
+/// Makes the directory and its parents, and takes the [`claim`]. While it is held, `bulkhead gc` does not take the
+/// directory for one whose maker was killed, however long its maker stands still.
+fn make_claimed(path: &Path) -> Result<DirectoryLock, StateDirError> {
+    for _ in 0..CREATE_TRIES {
+        make(path).map_err(|source| StateDirError::Create { path: path.into(), source })?;
+        // None: it was removed in between.
+        if let Some(directory) = open(path)?
+            && let Some(claimed) = claim(path, directory, CLAIM)?
+        {
+            return Ok(claimed);
+        }
+    }
+    Err(StateDirError::Create { path: path.into(), source: io::ErrorKind::NotFound.into() })
 }
 
 /// Makes the directory and its parents. If that fails, no empty parent is left: there is no journal yet.
@@ -969,6 +989,21 @@ mod tests {
         assert!(path.join("share/two").exists());
         state.remove(pod).unwrap();
         assert!(!dir.path().join("run").exists());
+    }
+
+    /// `bulkhead gc` takes the same lock to remove what seems to have been left by a maker.
+    #[test]
+    fn a_directory_is_locked_until_its_maker_is_recorded() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("run/c/ns/demo");
+        let claim = || claim(&path, open(&path).unwrap().unwrap(), Duration::ZERO);
+        let making = make_claimed(&path).unwrap();
+        assert!(matches!(claim(), Err(UndoError::Busy { .. })));
+        drop(making);
+        claim().unwrap().unwrap();
+        fs::remove_dir(&path).unwrap();
+        let _created = StateDir::create(&path, &[]).unwrap();
+        claim().unwrap().unwrap();
     }
 
     #[test]

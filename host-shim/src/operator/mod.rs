@@ -32,7 +32,10 @@ pub use templates::{
 pub use usage::{CgroupUsage, CpuUsage, NetworkUsage, Pressure, Usage};
 
 pub use crate::{
-    host::state_dir::{CONSOLE, STATE_ROOT},
+    host::{
+        bare::is_bare,
+        state_dir::{CONSOLE, STATE_ROOT},
+    },
     pod::container_role::{CONTAINER_NAME, CONTAINER_TYPE, CRI_NAMESPACE, SANDBOX_TYPE},
     types::{
         build::{COMMIT, VERSION, version_and_commit},

@@ -30,10 +30,15 @@ program=/usr/bin/bulkhead
 kept=/var/lib/bulkhead-uninstall
 say() { echo \"bulkhead: $*\" >&2; }
 if [ \"$1\" = remove ]; then
-    pods=$(timeout --kill-after 5 20 $program ps --json 2>/dev/null) || pods=
-    if echo \"$pods\" | grep -q '\"state\": \"running\"'; then
-        say 'Pods of Bulkhead run on this host. They go on until they end, but no new pod starts, and what a'
-        say 'pod leaves whose shim crashes stays, until Bulkhead is installed again.'
+    pods=$(timeout --kill-after 5 20 $program ps --json 2>/dev/null) || pods='\"state\": \"unknown\"'
+    case \"$pods\" in
+        *'\"state\": \"running\"'*) found='Pods of Bulkhead run on this host.' ;;
+        *'\"state\": \"unknown\"'*) found='It is not known whether pods of Bulkhead run on this host.' ;;
+        *) found= ;;
+    esac
+    if [ -n \"$found\" ]; then
+        say \"$found They go on until they end, but no new\"
+        say 'pod starts, and what a pod leaves whose shim crashes stays, until Bulkhead is installed again.'
         if [ -t 2 ]; then
             say 'To stop the removal, press Ctrl-C within 15 seconds.'
             trap 'say \"the removal was stopped; nothing was changed\"; exit 1' INT
@@ -53,12 +58,15 @@ if [ \"$1\" = remove ]; then
         say 'Remove its handlers from the configuration of containerd, or install the package again,'
         say 'run `bulkhead uninstall`, and then remove it.'
     elif ! timeout --kill-after 10 120 $program uninstall; then
-        # The purge needs a program that can undo the rest.
-        if mkdir -p -m 700 $kept && cp $program $kept/bulkhead.new && mv $kept/bulkhead.new $kept/bulkhead; then
+        # The purge needs a program that can undo the rest. A link needs no space on a full disk.
+        rm -rf $kept
+        if mkdir -p -m 700 $kept && { ln $program $kept/bulkhead 2>/dev/null ||
+            { cp $program $kept/bulkhead.new && mv $kept/bulkhead.new $kept/bulkhead; }; }; then
             say 'not all was undone, for the reason above. The program is kept for that. When the reason is gone,'
             say \"run \\`$kept/bulkhead uninstall\\`, or \\`dpkg --purge bulkhead\\`.\"
         else
-            rm -rf $kept
+            # The purge says it again if the directory is there.
+            rm -f $kept/bulkhead.new
             say 'not all was undone, for the reason above.'
             say 'Remove its handlers from the configuration of containerd.'
         fi
@@ -78,10 +86,20 @@ if [ \"$1\" = remove ] && [ -d /run/systemd/system ]; then
     systemctl daemon-reload || :
 fi
 if [ \"$1\" = purge ]; then
-    if [ -x $kept/bulkhead ] && ! timeout --kill-after 10 120 $kept/bulkhead uninstall >&2; then
+    # Its handlers, its templates and /etc/bulkhead are those of another installation by now.
+    if [ -e /usr/local/bin/bulkhead ]; then
+        rm -rf $kept
+        say 'kept /etc/bulkhead, and what it configures, for the installation of /usr/local/bin/bulkhead.'
+        exit 0
+    fi
+    if [ -e $kept/bulkhead ] && ! timeout --kill-after 10 120 $kept/bulkhead uninstall >&2; then
         say 'not all was undone, for the reason above. When it is gone, run `dpkg --purge bulkhead` again.'
         say \"To purge the package without that, remove $kept first.\"
         exit 1
+    fi
+    if [ -d $kept ] && ! [ -e $kept/bulkhead ]; then
+        say 'not all was undone when the package was removed, and its program could not be kept.'
+        say 'Remove its handlers from the configuration of containerd.'
     fi
     rm -rf $kept
     if [ -e $record ]; then
@@ -181,7 +199,7 @@ mod tests {
         /// What a script is on this host.
         fn script(&self, script: &str) -> String {
             let mut script = script.replace("/run/systemd/system", "/no/such/directory");
-            for directory in ["/usr/bin/", "/etc/bulkhead", "/var/lib/"] {
+            for directory in ["/usr/bin/", "/usr/local/bin/", "/etc/bulkhead", "/var/lib/"] {
                 script = script.replace(directory, &format!("{}{directory}", self.0.path().display()));
             }
             script.replace(" 10 120 ", " 1 1 ")
@@ -213,6 +231,7 @@ echo \"$*\" >> \"$0.called\"
             let (is_removed, said) = host.run(BEFORE_REMOVAL, "remove");
             assert!(is_removed && said.contains("bulkhead: not all was undone"), "{said}");
             assert!(begun.elapsed() < Duration::from_secs(50), "{hangs}");
+            assert!(host.at("/var/lib/bulkhead-uninstall/bulkhead").exists(), "{said}");
         }
     }
 
@@ -226,10 +245,21 @@ echo \"$*\" >> \"$0.called\"
             host.write("/usr/bin/bulkhead.pods", none);
             assert_eq!(host.run(BEFORE_REMOVAL, "remove"), (true, String::new()));
         }
+        let not_known = "not known whether pods of Bulkhead run";
+        for state in ["unknown", "leftover"] {
+            host.write("/usr/bin/bulkhead.pods", &pods(state));
+            let program =
+                if state == "unknown" { PROGRAM } else { &PROGRAM.replace("exec cat", "exec false") };
+            host.write("/usr/bin/bulkhead", program);
+            let (is_removed, said) = host.run(BEFORE_REMOVAL, "remove");
+            assert!(is_removed && said.contains(not_known) && said.contains("install the package"), "{said}");
+        }
+        host.write("/usr/bin/bulkhead", PROGRAM);
         host.write("/usr/bin/bulkhead.pods", &pods("running"));
         let (is_removed, said) = host.run(BEFORE_REMOVAL, "remove");
-        assert!(is_removed, "{said}");
-        for part in ["They go on until they end", "no new pod starts", "install the package again"] {
+        assert!(is_removed && !said.contains(not_known), "{said}");
+        for part in ["They go on until they end", "no new\nbulkhead: pod starts", "install the package again"]
+        {
             assert!(said.contains(part), "{said}");
         }
         assert_eq!(host.run(BEFORE_REMOVAL, "upgrade"), (true, String::new()));
@@ -272,6 +302,47 @@ echo \"$*\" >> \"$0.called\"
         host.write(kept, &format!("#!/bin/sh\nrm {}\n", host.at(record).display()));
         assert_eq!(host.run(AFTER_REMOVAL, "purge"), (true, String::new()));
         assert!(!host.at("/etc/bulkhead").exists() && !host.at("/var/lib/bulkhead-uninstall").exists());
+    }
+
+    #[test]
+    fn a_full_disk_loses_neither_the_program_nor_what_is_to_be_done() {
+        let host = Host::new();
+        let kept = "/var/lib/bulkhead-uninstall/bulkhead";
+        host.write("/usr/bin/bulkhead", PROGRAM);
+        host.write("/usr/bin/bulkhead.pods", "[]\n");
+        host.write("/usr/bin/bulkhead.fails", "");
+        let full = BEFORE_REMOVAL.replace("cp $program", "false");
+        let (is_removed, said) = host.run(&full, "remove");
+        assert!(is_removed && said.contains("dpkg --purge bulkhead") && host.at(kept).exists(), "{said}");
+        // Neither can it be linked.
+        let full = full.replace("ln $program", "false");
+        let (is_removed, said) = host.run(&full, "remove");
+        assert!(is_removed && said.contains("Remove its handlers") && !host.at(kept).exists(), "{said}");
+        let (is_purged, said) = host.run(AFTER_REMOVAL, "purge");
+        assert!(is_purged && said.contains("Remove its handlers"), "{said}");
+        assert_eq!(host.run(AFTER_REMOVAL, "purge"), (true, String::new()));
+        // A program that may not be executed there is not taken for one that has done it.
+        fs::create_dir(host.at("/var/lib/bulkhead-uninstall")).unwrap();
+        host.write(kept, "");
+        fs::set_permissions(host.at(kept), fs::Permissions::from_mode(0o600)).unwrap();
+        let (is_purged, said) = host.run(AFTER_REMOVAL, "purge");
+        assert!(!is_purged && said.contains("not all was undone") && host.at(kept).exists(), "{said}");
+    }
+
+    #[test]
+    fn a_purge_leaves_an_installation_of_the_archive_alone() {
+        let host = Host::new();
+        let kept = "/var/lib/bulkhead-uninstall/bulkhead";
+        for directory in ["/var/lib/bulkhead-uninstall", "/usr/local/bin"] {
+            fs::create_dir_all(host.at(directory)).unwrap();
+        }
+        host.write("/usr/local/bin/bulkhead", "");
+        host.write("/etc/bulkhead/config.toml", "");
+        host.write(kept, &format!("#!/bin/sh\ntouch {}\n", host.at("/called").display()));
+        let (is_purged, said) = host.run(AFTER_REMOVAL, "purge");
+        assert!(is_purged && said.contains("for the installation of "), "{said}");
+        assert!(host.at("/etc/bulkhead/config.toml").exists() && !host.at("/called").exists());
+        assert!(!host.at("/var/lib/bulkhead-uninstall").exists());
     }
 
     #[test]
