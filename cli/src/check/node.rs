@@ -232,6 +232,10 @@ fn version_of(program: &Path, option: &str) -> Result<(), String> {
     }
 }
 
+/// What to do if it cannot be said that a VM boots from a file.
+const DOUBTFUL: &str = "install Bulkhead again, if the file is not your own; if it is, decompress it (the kernel of \
+                        Bulkhead takes no compressed initramfs), or start a pod to see whether it boots";
+
 /// The configuration of Bulkhead, and whether the files that it names are there, are whole and belong together.
 pub(super) fn configuration(file: &ConfigFile) -> (Finding, Option<Config>) {
     let loaded = file.load().and_then(|config| {
@@ -251,8 +255,8 @@ pub(super) fn configuration(file: &ConfigFile) -> (Finding, Option<Config>) {
         (false, true) => format!("there is no {}, so the defaults hold", path.display()),
         (false, false) => format!("there is no {}, only drop-ins", path.display()),
     };
-    let unchecked = match config.check_boot_files() {
-        Ok(unchecked) => unchecked.map(|unchecked| format!("; {}", one_line(&unchecked))).unwrap_or_default(),
+    let doubts = match config.check_boot_files() {
+        Ok(doubts) => doubts,
         Err(error) => {
             let remedy = error.remedy();
             let finding = Finding::error("configuration", &error, remedy.as_deref(), "look at its storage");
@@ -260,10 +264,10 @@ pub(super) fn configuration(file: &ConfigFile) -> (Finding, Option<Config>) {
         }
     };
     let finding = match version_of(&config.vmm, "--version") {
-        Ok(()) => {
-            let found = format!("{origin}; the parts are there, version {VERSION}{unchecked}");
-            Finding::ok("configuration", found)
+        Ok(()) if doubts.is_empty() => {
+            Finding::ok("configuration", format!("{origin}; the parts are there, version {VERSION}"))
         }
+        Ok(()) => Finding::warn("configuration", one_line(&doubts.join("; ")), DOUBTFUL),
         Err(found) => Finding::fail("configuration", found, ONE_VERSION),
     };
     (finding, Some(config))
@@ -393,13 +397,16 @@ mod tests {
             assert!(damaged.remedy.as_deref().unwrap().starts_with(remedy), "{damaged:?}");
             fs::write(at(part), whole).unwrap();
         }
-        // Linux takes a compressed one.
+        // Linux takes a compressed one, but the guest's kernel was not built for that.
+        let whole = fs::read(at("initramfs")).unwrap();
         fs::write(at("initramfs"), b"\x28\xb5\x2f\xfd...").unwrap();
         let compressed = check();
         assert!(
-            compressed.status == Status::Ok && compressed.found.ends_with("compressed by zstd"),
+            compressed.status == Status::Warn && compressed.found.ends_with("compressed by zstd"),
             "{compressed:?}"
         );
+        assert!(compressed.remedy.unwrap().contains("decompress it"));
+        fs::write(at("initramfs"), whole).unwrap();
         vmm_says("bulkhead-vmm 0.0.1");
         assert!(check().found.contains("is `bulkhead-vmm 0.0.1`"), "{:?}", check());
         write("kernle = '/k'\n");
