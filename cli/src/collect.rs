@@ -54,6 +54,10 @@ const PRIVATE: [&str; 6] =
 const KERNEL_WORDS: [&str; 9] =
     ["kvm", "bulkhead", "type=1326", "oom", "out of memory", "landlock", "hung", "blocked for", "tap-"];
 
+/// The records of audit that are taken: a system call that a filter has refused, a denial of AppArmor or SELinux, and a
+/// program that has crashed (linux/audit.h).
+const RECORDS: [&str; 3] = ["type=1326 ", "type=1400 ", "type=1701 "];
+
 /// The most lines of containerd's log that are looked through.
 const MOST_LOOKED_AT: u32 = 20_000;
 
@@ -248,17 +252,24 @@ fn versions(config: &ConfigFile, containerd: &Containerd) -> String {
 }
 
 fn kernel_messages() -> Result<String, String> {
-    let text = command_output::output("dmesg", &[]).map_err(|error| chain(&error))?;
+    // With the number of the facility and the level before each line.
+    let text = command_output::output("dmesg", &["-r"]).map_err(|error| chain(&error))?;
     Ok(last_lines(&text, is_of_kernel))
 }
 
-/// Whether a message of the kernel is taken. Without a daemon for audit, the kernel's messages have its records too:
-/// those of programs that were executed have their arguments. So of these only the system calls are taken that a filter
-/// has refused.
+/// Whether a message is of the kernel, and taken. Where no journal is, the lines of services are among the kernel's,
+/// with the arguments of programs. Without a daemon for audit, its records are there too: those of programs that were
+/// executed have their arguments. So only the records that have none are taken.
 fn is_of_kernel(line: &str) -> bool {
+    let number = line.strip_prefix('<').and_then(|line| line.split_once('>')?.0.parse::<u32>().ok());
+    // The kernel's facility is 0, and it lets no program use that. The level is in the last three bits.
+    if number.is_none_or(|number| number >> 3 != 0) {
+        return false;
+    }
     let line = line.to_lowercase();
     let is_record = line.contains("type=") && line.contains("audit");
-    (!is_record || line.contains("type=1326")) && KERNEL_WORDS.iter().any(|word| line.contains(word))
+    let is_private = is_record && !RECORDS.iter().any(|record| line.contains(record));
+    !is_private && KERNEL_WORDS.iter().any(|word| line.contains(word))
 }
 
 /// The shims' lines in containerd's log, and containerd's own about the runtime.
@@ -428,16 +439,25 @@ mod tests {
 
     #[test]
     fn records_of_programs_are_no_messages_of_the_kernel() {
-        for taken in
-            ["kvm: guest NMI", "audit: type=1326 audit(1:2): comm=\"vcpu0\" sig=31", "Out of memory: Killed"]
-        {
-            assert!(is_of_kernel(taken), "{taken}");
+        for taken in [
+            "kvm: guest NMI",
+            "audit: type=1326 audit(1:2): comm=\"vcpu0\" sig=31",
+            "audit: type=1400 audit(1:2): apparmor=\"DENIED\" operation=\"mount\" comm=\"bulkhead-vmm\"",
+            "audit: type=1400 audit(1:2): avc:  denied  { open } for  pid=7 comm=\"bulkhead-vmm\"",
+            "audit: type=1701 audit(1:2): comm=\"bulkhead-vmm\" sig=11 res=1",
+            "bulkhead-vmm[7]: segfault at 0 ip 0 sp 0 error 4",
+            "Out of memory: Killed",
+        ] {
+            assert!(is_of_kernel(&format!("<6>[    1.000002] {taken}")), "{taken}");
         }
         for private in [
-            "audit: type=1309 audit(1:2): argc=4 a0=\"bulkhead\" a1=\"exec\" a2=\"pod\" a3=\"secret\"",
-            "audit: type=1327 audit(1:2): proctitle=62756C6B68656164",
-            "audit: type=1123 audit(1:2): cmd=\"bulkhead exec secret\"",
-            "usb 1-1: new device",
+            "<5>[    1.2] audit: type=1309 audit(1:2): argc=4 a0=\"bulkhead\" a1=\"exec\" a2=\"pod\" a3=\"secret\"",
+            "<5>[    1.2] audit: type=1327 audit(1:2): proctitle=62756C6B68656164",
+            "<5>[    1.2] audit: type=1123 audit(1:2): cmd=\"bulkhead exec secret\"",
+            // Of a service manager that has no journal: of the facility daemon.
+            "<30>[    1.2] systemd[1]: Started run-u7.service - bulkhead exec pod app --password=secret.",
+            "bulkhead exec pod app --password=secret",
+            "<6>[    1.2] usb 1-1: new device",
         ] {
             assert!(!is_of_kernel(private), "{private}");
         }

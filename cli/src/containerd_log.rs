@@ -55,6 +55,11 @@ const REASONS: [&str; 5] = [
     "exec format error",
 ];
 
+/// What a shim says before a line of the standard error of its VMM or of a hook, and how it names the VMM, as text and
+/// as JSON. In a text within a text, quotation marks have backslashes.
+const SAYS: &str = "a program on the host says";
+const VMM: [&str; 2] = ["program=\"vmm\"", "\"program\":\"vmm\""];
+
 /// Where containerd writes its log.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Log {
@@ -157,12 +162,12 @@ pub(crate) fn shim_line(line: &str) -> Option<ShimLine<'_>> {
 }
 
 /// Whether a line has no secret and may help somebody: one of a shim, or one in which containerd itself says something
-/// about Bulkhead. A shim never logs a spec or an environment.
+/// about Bulkhead. A shim never logs a spec or an environment, but what a hook says, which may have one.
 pub(crate) fn is_for_support(line: &str) -> bool {
-    if shim_line(line).is_some() {
-        return true;
-    }
     let says = |word: &&str| line.contains(word);
+    if shim_line(line).is_some() {
+        return !says(&SAYS) || VMM.iter().any(says);
+    }
     let level = level_of(line);
     level.is_some_and(|level| LEVELS.contains(&level.as_str())) && says(&NAME) && !PRIVATE.iter().any(says)
 }
@@ -177,7 +182,7 @@ pub(crate) fn without_words_of_specs(line: &str) -> Cow<'_, str> {
     let program = line.match_indices(PROGRAM).map(|(at, _)| at).find(names_program);
     let program = program.map(|at| at + PROGRAM.len());
     let quoted = QUOTING.iter().filter_map(|words| line.find(words).map(|at| at + words.len()));
-    match quoted.chain(program).min() {
+    match quoted.chain(program).chain(last_words(line)).min() {
         None => line.into(),
         Some(end) => {
             let (before, after) = line.split_at(end);
@@ -185,6 +190,14 @@ pub(crate) fn without_words_of_specs(line: &str) -> Cow<'_, str> {
             format!("{before}[left out] {reason}").into()
         }
     }
+}
+
+/// Where the last line begins that a hook has written to its standard error, in the error that says how it failed.
+fn last_words(line: &str) -> Option<usize> {
+    let (before, rest) = line.split_once(") failed (")?;
+    let is_of_hook = before.contains("hooks.");
+    let end = line.len() - rest.len() + rest.find("): ")? + "): ".len();
+    is_of_hook.then_some(end)
 }
 
 /// The level of a line of containerd's own, as text (`time="..." level=info msg=...`) or as JSON.
@@ -309,8 +322,23 @@ mod tests {
         ] {
             assert_eq!([kept(&text("info", message)), kept(&json("info", message))], ["", ""]);
         }
-        let other = shim("exec: the agent is asked again");
-        assert_eq!(kept(&other), other);
+        for other in [
+            "exec: the agent is asked again",
+            "a program on the host says program=\"vmm\" line=\"the vCPU has failed (7): EIO\"",
+        ] {
+            let other = shim(other);
+            assert_eq!(kept(&other), other);
+        }
+        let hook = "hooks.prestart[0] (/bin/hook)";
+        let said = shim(&format!(
+            "a program on the host says program=\"{hook}\" line=\"program=\\\"vmm\\\" secret\""
+        ));
+        let json = serde_json::json!({ "level": "WARN", "pod": { "id": "b", "namespace": "a" },
+            "message": SAYS, "fields": { "program": hook, "line": "\"program\":\"vmm\" secret" } });
+        assert_eq!([kept(&said), kept(&json.to_string())], ["", ""]);
+        let failed = shim(&format!("no container error=\"{hook} failed (signal: 9 (SIGKILL)): secret\""));
+        let kept = kept(&failed);
+        assert!(kept.ends_with(&format!("{hook} failed (signal: 9 (SIGKILL)): [left out] ")), "{kept}");
     }
 
     #[test]

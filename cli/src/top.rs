@@ -17,6 +17,9 @@ use crate::{
     output::{NONE, age, json, listing, mib, or_none},
 };
 
+/// So much of an id is shown if the lines are too long otherwise, as crictl does.
+const SHORT_ID: usize = 13;
+
 /// Moves to the first line of a terminal, and clears it.
 const CLEAR: &str = "\x1b[H\x1b[2J";
 
@@ -90,7 +93,9 @@ fn rows<'n>(before: &Node, now: &'n Node, seconds: f64) -> Vec<Row<'n>> {
         })
         .collect();
     let cpu = |row: &Row<'_>| row.rates.map_or(0.0, |rates| rates.cpu);
-    rows.sort_by(|one, other| cpu(other).total_cmp(&cpu(one)));
+    // What needs somebody must not be out of sight: what is down, and then what may be.
+    let up = |row: &Row<'_>| row.sample.is_up.map_or(1, |is_up| if is_up { 2 } else { 0 });
+    rows.sort_by(|one, other| up(one).cmp(&up(other)).then(cpu(other).total_cmp(&cpu(one))));
     rows
 }
 
@@ -145,6 +150,10 @@ impl Screen {
         text.lines().skip(first).try_for_each(|line| writeln!(out, "{}", self.cut(line)))
     }
 
+    fn fits(self, text: &[u8]) -> bool {
+        String::from_utf8_lossy(text).lines().all(|line| self.cut(line).len() == line.len())
+    }
+
     fn cut(self, line: &str) -> &str {
         // Other characters than those of ASCII may have the width of two.
         let width = |c: char| if c.is_ascii() { 1 } else { 2 };
@@ -177,8 +186,13 @@ fn print(
     }
     let most = screen.map_or(rows.len(), |screen| screen.rows(rows.len(), left_out));
     let left_out = left_out.saturating_add(rows.len() - most);
+    let rows = rows.get(..most).unwrap_or_default();
     let mut text = Vec::new();
-    table(&mut text, rows.get(..most).unwrap_or_default())?;
+    table(&mut text, rows, usize::MAX)?;
+    if screen.is_some_and(|screen| !screen.fits(&text)) {
+        text.clear();
+        table(&mut text, rows, SHORT_ID)?;
+    }
     match left_out {
         0 => {}
         1 => writeln!(text, "and 1 more pod")?,
@@ -190,7 +204,8 @@ fn print(
     }
 }
 
-fn table(out: &mut impl Write, rows: &[Row<'_>]) -> io::Result<()> {
+/// A table with so many characters of each id.
+fn table(out: &mut impl Write, rows: &[Row<'_>], of_id: usize) -> io::Result<()> {
     let header = [
         "NAMESPACE",
         "ID",
@@ -211,7 +226,7 @@ fn table(out: &mut impl Write, rows: &[Row<'_>]) -> io::Result<()> {
         let bytes = |rate: Option<f64>| or_none(rate.map(|rate| mib(rate as u64)));
         [
             pod.namespace.clone(),
-            pod.id.clone(),
+            pod.id.chars().take(of_id).collect(),
             or_none(sample.is_up.map(|is_up| if is_up { "yes" } else { "no" })),
             rates.map_or(NONE.into(), |rates| format!("{:.1} %", rates.cpu * 100.0)),
             or_none(pod.memory_bytes.map(mib)),
@@ -294,6 +309,40 @@ mod tests {
         print(&mut text, &rows, 4, None, true).unwrap();
         let rows: serde_json::Value = serde_json::from_slice(&text).unwrap();
         assert_eq!((&rows[0]["id"], &rows[0]["rates"]["cpu"]), (&"busy".into(), &2.0.into()));
+    }
+
+    #[test]
+    fn what_is_down_and_the_numbers_are_in_sight() {
+        let dir = tempfile::tempdir().unwrap();
+        let id = |first: &str| format!("{first}{}", "0".repeat(63));
+        for first in ["a", "b", "c"] {
+            fs::create_dir_all(dir.path().join("c/k8s.io").join(id(first))).unwrap();
+        }
+        let look = || Sampler::default().sample(dir.path()).unwrap();
+        let (mut before, mut now) = (look(), look());
+        for (node, factor) in [(&mut before, 1.0), (&mut now, 3.0)] {
+            for (sample, is_up) in node.pods.iter_mut().zip([Some(true), None, Some(false)]) {
+                let vcpu = if is_up == Some(true) { factor } else { 0.0 };
+                sample.pod.vmm_pid = Some(7);
+                sample.usage.cpu = Some(CpuUsage { vcpu, ..CpuUsage::default() });
+                sample.is_up = is_up;
+            }
+        }
+        let rows = rows(&before, &now, 2.0);
+        let lines = |columns| -> Vec<String> {
+            let mut text = Vec::new();
+            print(&mut text, &rows, 0, Some(Screen { columns, lines: 24 }), false).unwrap();
+            String::from_utf8(text).unwrap().lines().skip(1).map(str::to_owned).collect()
+        };
+        let begins = |lines: &[String], length| {
+            for (line, (first, up)) in lines.iter().zip([("c", "no "), ("b", "-  "), ("a", "yes")]) {
+                let begin = format!("k8s.io     {}  {up}  ", &id(first)[..length]);
+                assert!(line.starts_with(&begin), "{line}");
+            }
+        };
+        begins(&lines(200), 64);
+        begins(&lines(80), 13);
+        assert!(lines(80)[2].contains("100.0 %"), "{:?}", lines(80));
     }
 
     #[test]

@@ -162,16 +162,20 @@ fn missing(pod: &Pod, start: &StartRecord, containers: &[ContainerStart]) -> Vec
     if !has(Step::RestoreVm) && !has(Step::BootVm) {
         missing.push("the pod has neither restore_vm nor boot_vm".into());
     }
-    missing.extend(containers.iter().filter_map(|start| {
+    let of_container = |start: &ContainerStart| {
         missing_phases(&start.phases, &OF_OTHERS, &format!("the container {}", start.container))
-    }));
+    };
     let address = match pod_address(&pod.path) {
         Ok(address) => address,
         Err(error) => {
+            missing.extend(containers.iter().filter_map(of_container));
             missing.push(format!("it is not known which containers there are: {}", chain(&error)));
             return missing;
         }
     };
+    // One that was deleted before it has started will never have more.
+    let is_there = |start: &&ContainerStart| address.containers.iter().any(|it| it.id == start.container);
+    missing.extend(containers.iter().filter(is_there).filter_map(of_container));
     // The first container has the id of the pod.
     let is_recorded = |id: &str| id == pod.id || containers.iter().any(|start| start.container == id);
     let ids = address.containers.into_iter().map(|container| container.id).filter(|id| !is_recorded(id));
@@ -443,6 +447,10 @@ mod tests {
         assert_eq!(said(&created, Some(&OF_OTHERS)), format!("the pod {not_started}"));
         let created = without(&OF_OTHERS, &[Step::Start, Step::ConnectNetwork, Step::StartContainer]);
         assert_eq!(said(&whole, Some(&created)), format!("the container app {not_started}"));
+        // Its start has failed, and it was deleted.
+        fs::remove_file(path.join("containers/app")).unwrap();
+        trace(&mut Vec::new(), dir.path(), options("demo", None)).unwrap();
+        add("app").unwrap();
         let lost = without(&whole, &[Step::MountFiles, Step::StartContainer]);
         assert_eq!(said(&lost, Some(&OF_OTHERS)), "the pod has no mount_files, start_container");
         assert_eq!(said(&OF_FIRST, Some(&OF_OTHERS)), "the pod has neither restore_vm nor boot_vm");

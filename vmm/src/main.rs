@@ -18,6 +18,12 @@ use bulkhead_vmm_api::{EXIT_NO_KVM, EXIT_NOT_RESTORED};
 
 const USAGE: &str = "usage: bulkhead-vmm --config FILE | --version | --help";
 
+/// The commit that it was built from, by `BULKHEAD_COMMIT` at compile time, which `cargo xtask` sets.
+const COMMIT: &str = match option_env!("BULKHEAD_COMMIT") {
+    Some(commit) if !commit.is_empty() => commit,
+    _ => "unknown",
+};
+
 /// What to do, as the arguments say.
 enum Request {
     Run { config: PathBuf },
@@ -63,7 +69,8 @@ fn request(arguments: Vec<OsString>) -> Result<Request, UsageError> {
     match (words.as_slice(), arguments.get(1)) {
         ([Some("--config"), _], Some(config)) => Ok(Request::Run { config: config.into() }),
         ([Some("--version")], None) => {
-            Ok(Request::Print(concat!("bulkhead-vmm ", env!("CARGO_PKG_VERSION")).to_owned()))
+            // `bulkhead check` compares both.
+            Ok(Request::Print(format!("bulkhead-vmm {} (commit {COMMIT})", env!("CARGO_PKG_VERSION"))))
         }
         ([Some("--help" | "-h")], None) => Ok(Request::Print(USAGE.to_owned())),
         _ => Err(UsageError),
@@ -83,7 +90,8 @@ mod tests {
         assert!(
             matches!(ask(&["--config", "vmm.json"]), Ok(Request::Run { config }) if config == *"vmm.json")
         );
-        assert!(matches!(ask(&["--version"]), Ok(Request::Print(text)) if text.starts_with("bulkhead-vmm ")));
+        let Ok(Request::Print(version)) = ask(&["--version"]) else { panic!() };
+        assert_eq!(version, format!("bulkhead-vmm {} (commit {COMMIT})", env!("CARGO_PKG_VERSION")));
         assert!(matches!(ask(&["--help"]), Ok(Request::Print(text)) if text == USAGE));
         for wrong in [&[][..], &["--config"], &["--config", "a", "b"], &["--help", "x"], &["vmm.json"]] {
             assert!(ask(wrong).is_err(), "{wrong:?}");

@@ -92,6 +92,7 @@ pub(super) fn modules(root: &Path) -> Finding {
     if disabled.is_ok_and(|text| text.trim() == "1") {
         let lacks = |name: &&&str| !is_loaded(name) && !is_listed(&builtin, name);
         return not_loadable(
+            !builtin.is_empty(),
             &NETWORK.iter().filter(lacks).copied().collect::<Vec<_>>(),
             &MORE.iter().filter(lacks).copied().collect::<Vec<_>>(),
         );
@@ -134,11 +135,22 @@ pub(super) fn modules(root: &Path) -> Finding {
     }
 }
 
-/// What is wrong on a host that loads no more modules, and lacks these.
-fn not_loadable(of_network: &[&str], more: &[&str]) -> Finding {
+/// What is wrong on a host that loads no more modules, and lacks these. `is_listed`: a list says what is built in.
+fn not_loadable(is_listed: bool, of_network: &[&str], more: &[&str]) -> Finding {
     let all = [of_network, more].concat();
     if all.is_empty() {
         return Finding::ok("modules", "all are loaded or built in, and no others can be loaded");
+    }
+    if !is_listed {
+        return Finding::warn(
+            "modules",
+            format!(
+                "not loaded: {}; kernel.modules_disabled=1 lets nobody load them, and no list says which are built in",
+                all.join(", ")
+            ),
+            "start a pod with a network; if that fails, use a kernel with these modules, or load them at boot before \
+             kernel.modules_disabled is set (modules-load.d(5))",
+        );
     }
     Finding::bad(
         of_network.is_empty(),
@@ -358,6 +370,12 @@ mod tests {
         assert!(
             missing.status == Status::Fail && missing.found.contains("tun, sch_ingress, act_mirred"),
             "{missing:?}"
+        );
+        // What is built in and has no parameters is not in /sys/module.
+        let unlisted = modules(root(&[release, disabled]).path());
+        assert!(
+            unlisted.status == Status::Warn && unlisted.found.ends_with("no list says which are built in"),
+            "{unlisted:?}"
         );
         let loaded = NETWORK.map(|name| format!("sys/module/{name}/refcnt"));
         let mut files: Vec<_> = loaded.iter().map(|file| (file.as_str(), "")).collect();

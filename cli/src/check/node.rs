@@ -7,7 +7,7 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use bulkhead_host_shim::operator::{Config, VERSION, chain, one_line};
+use bulkhead_host_shim::operator::{COMMIT, Config, VERSION, chain, one_line};
 
 use crate::{
     check::{distribution::Family, finding::Finding, http2},
@@ -207,30 +207,43 @@ pub(super) fn shim(root: &Path) -> Finding {
     let version = version_of(first, "-v");
     match (version, &there[1..]) {
         (Err(found), _) => Finding::fail(check, found, ONE_VERSION),
-        (Ok(()), [second, ..]) => Finding::warn(
+        (Ok(Some(found)), _) => Finding::warn(check, found, ONE_VERSION),
+        (Ok(None), [second, ..]) => Finding::warn(
             check,
             format!("containerd takes {}, and not {}", first.display(), second.display()),
             "remove the one of another installation",
         ),
-        (Ok(()), []) => Finding::ok(check, first.display().to_string()),
+        (Ok(None), []) => Finding::ok(check, first.display().to_string()),
     }
 }
 
 /// What to do if a part is of another version, or damaged.
-const ONE_VERSION: &str = "install all parts of one version";
+const ONE_VERSION: &str = "install all parts of one version and one build";
 
-/// Asks a program for its version, by the option that it has for that. Returns what is wrong.
-fn version_of(program: &Path, option: &str) -> Result<(), String> {
+/// Asks a program for its version, by the option that it has for that. Returns what is wrong, or else that it is of
+/// another commit.
+fn version_of(program: &Path, option: &str) -> Result<Option<String>, String> {
     match command_output::output(&program.to_string_lossy(), &[option]) {
-        Ok(text) if text.split_whitespace().any(|word| word == VERSION) => Ok(()),
-        Ok(text) => Err(format!(
-            "{} is `{}`, and this command is {VERSION}",
-            program.display(),
-            one_line(text.trim())
-        )),
+        Ok(said) => judged(program, &said, COMMIT),
         Err(error) => Err(format!("{} cannot be executed: {}", program.display(), chain(&error))),
     }
 }
+
+/// [`version_of`] for what the program says, if this command is of this commit.
+fn judged(program: &Path, said: &str, commit: &str) -> Result<Option<String>, String> {
+    let is = format!("{} is `{}`, and this command is {VERSION}", program.display(), one_line(said.trim()));
+    if !said.split_whitespace().any(|word| word == VERSION) {
+        return Err(is);
+    }
+    // An older build does not say its commit, and one from an archive does not know it.
+    let other = said.split_once("(commit ").map(|(_, rest)| rest.trim_end().trim_end_matches(')'));
+    let is_same = other == Some(commit) || [Some(commit), other].contains(&Some("unknown"));
+    Ok((!is_same).then(|| format!("{is} (commit {commit})")))
+}
+
+/// What to do if it cannot be said that a VM boots from a file.
+const DOUBTFUL: &str = "install Bulkhead again, if the file is not your own; if it is, decompress it (the kernel of \
+                        Bulkhead takes no compressed initramfs), or start a pod to see whether it boots";
 
 /// The configuration of Bulkhead, and whether the files that it names are there, are whole and belong together.
 pub(super) fn configuration(file: &ConfigFile) -> (Finding, Option<Config>) {
@@ -251,8 +264,8 @@ pub(super) fn configuration(file: &ConfigFile) -> (Finding, Option<Config>) {
         (false, true) => format!("there is no {}, so the defaults hold", path.display()),
         (false, false) => format!("there is no {}, only drop-ins", path.display()),
     };
-    let unchecked = match config.check_boot_files() {
-        Ok(unchecked) => unchecked.map(|unchecked| format!("; {}", one_line(&unchecked))).unwrap_or_default(),
+    let doubts = match config.check_boot_files() {
+        Ok(doubts) => doubts,
         Err(error) => {
             let remedy = error.remedy();
             let finding = Finding::error("configuration", &error, remedy.as_deref(), "look at its storage");
@@ -260,10 +273,11 @@ pub(super) fn configuration(file: &ConfigFile) -> (Finding, Option<Config>) {
         }
     };
     let finding = match version_of(&config.vmm, "--version") {
-        Ok(()) => {
-            let found = format!("{origin}; the parts are there, version {VERSION}{unchecked}");
-            Finding::ok("configuration", found)
+        Ok(None) if doubts.is_empty() => {
+            Finding::ok("configuration", format!("{origin}; the parts are there, version {VERSION}"))
         }
+        Ok(None) => Finding::warn("configuration", one_line(&doubts.join("; ")), DOUBTFUL),
+        Ok(Some(found)) => Finding::warn("configuration", found, ONE_VERSION),
         Err(found) => Finding::fail("configuration", found, ONE_VERSION),
     };
     (finding, Some(config))
@@ -287,6 +301,8 @@ mod tests {
     };
 
     use rustix::fs::{AtFlags, CWD, Timespec, Timestamps, utimensat};
+
+    use bulkhead_host_shim::operator::version_and_commit;
 
     use super::*;
     use crate::check::finding::Status;
@@ -375,11 +391,11 @@ mod tests {
             (Status::Fail, true)
         );
         let vmm_says = |text: &str| {
-            let script = format!("#!/bin/sh\n[ \"$*\" = --version ] && echo {text}\n");
+            let script = format!("#!/bin/sh\n[ \"$*\" = --version ] && echo '{text}'\n");
             fs::write(&vmm, script).unwrap();
             fs::set_permissions(&vmm, fs::Permissions::from_mode(0o755)).unwrap();
         };
-        vmm_says(&format!("bulkhead-vmm {VERSION}"));
+        vmm_says(&format!("bulkhead-vmm {}", version_and_commit()));
         assert_eq!(check().status, Status::Ok, "{:?}", check());
         for (part, remedy) in [
             ("kernel", "install Bulkhead again, or set `kernel` in "),
@@ -393,13 +409,16 @@ mod tests {
             assert!(damaged.remedy.as_deref().unwrap().starts_with(remedy), "{damaged:?}");
             fs::write(at(part), whole).unwrap();
         }
-        // Linux takes a compressed one.
+        // Linux takes a compressed one, but the guest's kernel was not built for that.
+        let whole = fs::read(at("initramfs")).unwrap();
         fs::write(at("initramfs"), b"\x28\xb5\x2f\xfd...").unwrap();
         let compressed = check();
         assert!(
-            compressed.status == Status::Ok && compressed.found.ends_with("compressed by zstd"),
+            compressed.status == Status::Warn && compressed.found.ends_with("compressed by zstd"),
             "{compressed:?}"
         );
+        assert!(compressed.remedy.unwrap().contains("decompress it"));
+        fs::write(at("initramfs"), whole).unwrap();
         vmm_says("bulkhead-vmm 0.0.1");
         assert!(check().found.contains("is `bulkhead-vmm 0.0.1`"), "{:?}", check());
         write("kernle = '/k'\n");
@@ -417,9 +436,23 @@ mod tests {
         assert!(missing.found.ends_with("config.toml: there is no such file"), "{}", missing.found);
     }
 
+    #[test]
+    fn parts_of_two_builds_of_one_version_are_known() {
+        let judge = |said: &str, commit: &str| judged(Path::new("/vmm"), &format!("vmm {said}\n"), commit);
+        let (of_a, of_b) = (format!("{VERSION} (commit a1)"), format!("{VERSION} (commit b2-dirty)"));
+        assert_eq!(judge(&of_a, "a1"), Ok(None));
+        let found = format!("/vmm is `vmm {of_b}`, and this command is {of_a}");
+        assert_eq!(judge(&of_b, "a1"), Ok(Some(found)));
+        let without = judge(VERSION, "a1").unwrap().unwrap();
+        assert!(without.starts_with(&format!("/vmm is `vmm {VERSION}`, and")), "{without}");
+        assert_eq!([judge(&of_a, "unknown"), judge(VERSION, "unknown")], [Ok(None), Ok(None)]);
+        assert_eq!(judge(&format!("{VERSION} (commit unknown)"), "a1"), Ok(None));
+        assert!(judge("0.0.1 (commit a1)", "a1").is_err());
+    }
+
     fn program(path: &Path, says: &str) {
         fs::create_dir_all(path.parent().unwrap()).unwrap();
-        fs::write(path, format!("#!/bin/sh\necho {says}\n")).unwrap();
+        fs::write(path, format!("#!/bin/sh\necho '{says}'\n")).unwrap();
         fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
     }
 
@@ -428,12 +461,12 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let at = |directory: &str| dir.path().canonicalize().unwrap().join(directory).join(SHIM);
         assert_eq!(shim(dir.path()).status, Status::Fail);
-        program(&at("usr/bin"), &format!("{SHIM} {VERSION}"));
+        program(&at("usr/bin"), &format!("{SHIM} {}", version_and_commit()));
         assert_eq!(shim(dir.path()).status, Status::Ok);
         symlink("usr/bin", dir.path().join("bin")).unwrap();
         assert_eq!(shim(dir.path()).status, Status::Ok, "it is the same file");
         // The archive's comes before the package's.
-        program(&at("usr/local/bin"), &format!("{SHIM} {VERSION}"));
+        program(&at("usr/local/bin"), &format!("{SHIM} {}", version_and_commit()));
         let two = shim(dir.path());
         let takes = format!("takes {}, and not {}", at("usr/local/bin").display(), at("usr/bin").display());
         assert!(two.status == Status::Warn && two.found.contains(&takes), "{two:?}");

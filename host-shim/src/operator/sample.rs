@@ -255,6 +255,9 @@ fn with_nothing_more(pod: Pod) -> Sample {
     Sample { pod, is_up: None, usage: Usage::default(), container_oom_kills: None, start: None }
 }
 
+/// So many seconds after its shim has begun, a pod does not start any more.
+const STARTING: u64 = 300;
+
 /// Whether a pod is up whose VMM, if it lives, has answered this. What keeps this process from asking says nothing of
 /// the pod, and neither does a pod that starts: its VMM does not answer yet.
 fn is_up(sample: &Sample, answer: Option<&Answer>) -> Option<bool> {
@@ -263,7 +266,11 @@ fn is_up(sample: &Sample, answer: Option<&Answer>) -> Option<bool> {
         (PodState::Crashed | PodState::Leftover, _) => Some(false),
         (PodState::Running, Some(Ok(_))) => Some(true),
         (PodState::Running, Some(Err(error))) if cannot_ask(error) => None,
-        (PodState::Running, _) => sample.start.as_ref().map(|_| false),
+        (PodState::Running, _) => {
+            // The record of its start may have been lost.
+            let is_old = sample.pod.age_seconds.is_some_and(|age| age >= STARTING);
+            (sample.start.is_some() || is_old).then_some(false)
+        }
     }
 }
 
@@ -441,6 +448,13 @@ mod tests {
         assert_eq!(of(PodState::Crashed, false, None), Some(false));
         assert_eq!(of(PodState::Leftover, true, ok()), Some(false));
         assert_eq!(of(PodState::Unknown, true, None), None);
+        let mut sample = without_answer(Path::new("/c/ns/pod"), "a test");
+        sample.pod.state = PodState::Running;
+        let at = |sample: &mut Sample, age| {
+            sample.pod.age_seconds = Some(age);
+            is_up(sample, None)
+        };
+        assert_eq!([at(&mut sample, STARTING - 1), at(&mut sample, STARTING)], [None, Some(false)]);
     }
 
     #[test]

@@ -58,6 +58,10 @@ impl Bytes {
     /// Where the first byte is from `at` on and before `end` that is not 0, or `end`.
     fn after_zeros(&self, mut at: u64, end: u64) -> io::Result<u64> {
         const CHUNK: u64 = 64 << 10;
+        // Between the entries of an archive are few zeros.
+        if at < end && self.get::<1>(at)? != Some([0]) {
+            return Ok(at);
+        }
         let mut chunk = vec![0; CHUNK as usize];
         while at < end {
             let length = CHUNK.min(end - at);
@@ -81,11 +85,12 @@ const PT_LOAD: u32 = 1;
 const SHT_NULL: u32 = 0;
 const SHT_NOBITS: u32 = 8;
 
-/// So many zeros at the end of what is loaded are no data of a kernel.
+/// So many zeros at the end of what is loaded are most likely no data of a kernel.
 const MOST_ZEROS: u64 = 64 << 10;
 
-/// Checks the guest's kernel, an ELF file: its segments and its sections are in the file, and its end is not zeros.
-pub(crate) fn kernel(path: &Path) -> Result<(), Flaw> {
+/// Checks the guest's kernel, an ELF file: its segments and its sections are in the file. Returns a doubt, if there is
+/// one.
+pub(crate) fn kernel(path: &Path) -> Result<Option<String>, Flaw> {
     let bytes = Bytes::open(path)?;
     let header = bytes.get::<ELF_HEADER>(0)?.filter(is_vmlinux);
     let Some(header) = header else { return damaged("is not an uncompressed ELF vmlinux") };
@@ -104,14 +109,16 @@ pub(crate) fn kernel(path: &Path) -> Result<(), Flaw> {
         end_of_data = end_of_data.max(Some((offset + size, size)));
     }
     let Some((end, size)) = end_of_data else { return damaged("it has no segment that is loaded") };
-    sections(&bytes, &header)?;
+    // With a table of sections at its end, the file has its end. The data of a kernel with CONFIG_AMD_MEM_ENCRYPT end
+    // with zeros.
     let begin = end - size.min(MOST_ZEROS);
-    if size >= MOST_ZEROS && bytes.after_zeros(begin, end)? == end {
-        return damaged(format!(
-            "the {MOST_ZEROS} bytes before byte {end} are zeros, where data of the kernel belong"
-        ));
-    }
-    Ok(())
+    let is_in_doubt =
+        !has_sections(&bytes, &header)? && size >= MOST_ZEROS && bytes.after_zeros(begin, end)? == end;
+    Ok(is_in_doubt.then(|| {
+        format!(
+            "it has no sections, and the {MOST_ZEROS} bytes before byte {end} are zeros: its end may be lost"
+        )
+    }))
 }
 
 fn is_vmlinux(header: &[u8; ELF_HEADER]) -> bool {
@@ -121,11 +128,11 @@ fn is_vmlinux(header: &[u8; ELF_HEADER]) -> bool {
 }
 
 /// Checks the table of sections, which linkers and strip(1) put at the end of the file, and that the contents of the
-/// sections are in the file. A kernel may have no such table.
-fn sections(bytes: &Bytes, header: &[u8]) -> Result<(), Flaw> {
+/// sections are in the file. Returns whether there is such a table: a kernel may have none.
+fn has_sections(bytes: &Bytes, header: &[u8]) -> Result<bool, Flaw> {
     let (offset, count) = (number(header, 40), short(header, 60));
     if offset == 0 || count == 0 {
-        return Ok(());
+        return Ok(false);
     }
     let Some(sections) = table(bytes, offset, count, SECTION_HEADER)? else {
         return damaged("its table of sections is not in the file: it was cut off");
@@ -140,7 +147,7 @@ fn sections(bytes: &Bytes, header: &[u8]) -> Result<(), Flaw> {
             _ => {}
         }
     }
-    Ok(())
+    Ok(true)
 }
 
 /// A table of entries of this size. None: it is not in the file.
@@ -184,26 +191,28 @@ const COMPRESSED: [(&[u8], &str); 8] = [
 ];
 
 /// Checks the initramfs as Linux reads it (init/initramfs.c): archives of cpio's format newc, one after another, with
-/// zeros before, between and after them. The last one must have its end, and one must have the agent. Returns what
-/// cannot be checked: Linux takes compressed archives too.
+/// zeros before, between and after them. One must have the agent. Returns a doubt, if there is one: Linux takes
+/// compressed archives too, if it was built for that, and ones without an end.
 pub(crate) fn initramfs(path: &Path) -> Result<Option<String>, Flaw> {
     let bytes = Bytes::open(path)?;
     if bytes.len > LONGEST {
         return Ok(Some(format!("it cannot be checked, because it has more than {LONGEST} bytes")));
     }
     let (mut at, mut has_end, mut has_agent) = (0, false, false);
-    for _ in 0..MOST_ENTRIES {
+    for entries in 0..MOST_ENTRIES {
         at = bytes.after_zeros(at, bytes.len)?;
         if at == bytes.len {
             return match (has_end, has_agent) {
-                (false, _) => {
-                    damaged("its last archive has no end (TRAILER!!!): it was cut off, or its end was lost")
+                (_, false) => damaged("it has no /init, which is the agent"),
+                (false, true) => {
+                    Ok(Some("its last archive has no end (TRAILER!!!): its end may be lost".into()))
                 }
-                (true, false) => damaged("it has no /init, which is the agent"),
                 (true, true) => Ok(None),
             };
         }
-        if let Some(by) = compressed_by(&bytes, at)? {
+        // After an entry, Linux takes nothing that begins elsewhere than at a multiple of 4.
+        let may_be_compressed = entries == 0 || at.is_multiple_of(4);
+        if let Some(by) = compressed_by(&bytes, at)?.filter(|_| may_be_compressed) {
             return Ok(Some(format!(
                 "from byte {at} on it cannot be checked, because it is compressed by {by}"
             )));
@@ -247,10 +256,9 @@ fn entry(bytes: &Bytes, at: u64) -> io::Result<Option<Entry>> {
     // With and without checksums. Linux takes no other formats, and only those that begin at a multiple of 4.
     let is_header = at.is_multiple_of(4) && (header.starts_with(b"070701") || header.starts_with(b"070702"));
     let (size, name_size) = (hex(&header, 6), hex(&header, 11));
-    let (true, Some(size), Some(name_size @ 1..=LONGEST_NAME)) = (is_header, size, name_size) else {
-        return Ok(None);
-    };
-    let mut name = vec![0; name_size as usize];
+    let (true, Some(size), Some(name_size)) = (is_header, size, name_size) else { return Ok(None) };
+    // Linux skips entries without a name, and those with one that is too long.
+    let mut name = vec![0; if name_size > LONGEST_NAME { 0 } else { name_size as usize }];
     if !bytes.fill(at + CPIO_HEADER as u64, &mut name)? {
         return Ok(None);
     }
@@ -320,7 +328,7 @@ mod tests {
     fn a_kernel_that_was_cut_off_or_whose_end_was_lost_is_damaged() {
         let whole = elf();
         let check = |bytes: &[u8]| checked(bytes, kernel);
-        assert_eq!(check(&whole), Ok(()));
+        assert_eq!(check(&whole), Ok(None));
         for (length, reason) in [
             (whole.len() - 1, "its table of sections is not in the file: it was cut off"),
             (whole.len() - 50_000, "a segment of 70000 bytes is not in the file"),
@@ -351,14 +359,23 @@ mod tests {
         let mut stripped = elf();
         stripped[40..48].fill(0);
         stripped.truncate(stripped.len() - 3 * SECTION_HEADER);
-        assert_eq!(checked(&stripped, kernel), Ok(()));
+        assert_eq!(checked(&stripped, kernel), Ok(None));
         // Data may end with some zeros.
         let end = stripped.len();
         stripped[end - 40_000..].fill(0);
-        assert_eq!(checked(&stripped, kernel), Ok(()));
+        assert_eq!(checked(&stripped, kernel), Ok(None));
         stripped[end - 69_000..].fill(0);
-        let error = checked(&stripped, kernel).unwrap_err();
-        assert!(error.contains("are zeros, where data of the kernel belong"), "{error}");
+        let doubt = checked(&stripped, kernel).unwrap().unwrap();
+        assert!(doubt.starts_with("it has no sections, and the 65536 bytes before byte "), "{doubt}");
+    }
+
+    /// As those of distributions do, which are built with CONFIG_AMD_MEM_ENCRYPT.
+    #[test]
+    fn the_data_of_a_kernel_with_sections_may_end_with_zeros() {
+        let mut elf = elf();
+        let end = elf.len() - 3 * SECTION_HEADER;
+        elf[end - 69_000..end].fill(0);
+        assert_eq!(checked(&elf, kernel), Ok(None));
     }
 
     #[test]
@@ -404,9 +421,21 @@ mod tests {
                 whole,
                 format!("from byte 0 on it cannot be checked, because it is compressed by {by}")
             );
-            let part = check(&[&modules, &zeros(1), magic]).unwrap().unwrap();
-            assert!(part.starts_with(&format!("from byte {} on", modules.len() + 1)), "{part}");
+            let part = check(&[&modules, &zeros(4), magic]).unwrap().unwrap();
+            assert!(part.starts_with(&format!("from byte {} on", modules.len() + 4)), "{part}");
+            assert!(check(&[&zeros(1), magic]).unwrap().unwrap().starts_with("from byte 1 on"));
+            // "broken padding", says Linux.
+            assert!(check(&[&modules, &zeros(1), magic]).unwrap_err().contains("is something else"));
         }
+        let entry = |name: &str| cpio(&[(name, b"x")]);
+        assert_eq!(check(&[&entry(&"long".repeat(1025)), &agent]), Ok(None));
+        let mut nameless = entry("");
+        // Not even the zero at its end: then the contents begin after two bytes of padding.
+        nameless[6 + 11 * 8..][..8].fill(b'0');
+        assert_eq!(check(&[&nameless, &agent]), Ok(None));
+        let end = agent.len() - cpio(&[]).len();
+        let without_end = check(&[&agent[..end]]).unwrap().unwrap();
+        assert_eq!(without_end, "its last archive has no end (TRAILER!!!): its end may be lost");
     }
 
     #[test]
@@ -415,17 +444,14 @@ mod tests {
         for length in 0..whole.len() {
             // The padding of the last entry may be missing.
             let is_whole = whole[length..].iter().all(|byte| *byte == 0) && length + 4 > whole.len();
-            assert!(is_whole || checked(&whole[..length], initramfs).is_err(), "{length}");
+            assert!(is_whole || checked(&whole[..length], initramfs) != Ok(None), "{length}");
             let mut zeros = whole.clone();
             zeros[length..].fill(0);
-            assert!(is_whole || zeros == whole || checked(&zeros, initramfs).is_err(), "{length}");
+            assert!(is_whole || zeros == whole || checked(&zeros, initramfs) != Ok(None), "{length}");
         }
         let check = |bytes: &[u8]| checked(bytes, initramfs).unwrap_err();
         assert_eq!(check(b""), "it is empty");
-        assert_eq!(
-            check(&[0; 5000]),
-            "its last archive has no end (TRAILER!!!): it was cut off, or its end was lost"
-        );
+        assert_eq!(check(&[0; 5000]), "it has no /init, which is the agent");
         assert!(check(&whole[..2000]).starts_with("the entry at byte 0 is not in the file as a whole"));
         assert_eq!(check(&cpio(&[("lib/a.ko", b"x")])), "it has no /init, which is the agent");
         let junk = [&whole[..], b"junk"].concat();

@@ -350,9 +350,8 @@ impl Config {
         Ok(())
     }
 
-    /// Checks that what a VM boots from is whole, as far as that is cheap. Returns what cannot be checked, if there is
-    /// something.
-    pub fn check_boot_files(&self) -> Result<Option<String>, ConfigError> {
+    /// Checks that what a VM boots from is whole, as far as that is cheap. Returns the doubts that are left.
+    pub fn check_boot_files(&self) -> Result<Vec<String>, ConfigError> {
         let failed = |field, path: &PathBuf, flaw| match flaw {
             Flaw::Unreadable(source) => ConfigError::Part { field, path: path.clone(), source },
             Flaw::Damaged(reason) => {
@@ -360,10 +359,13 @@ impl Config {
             }
         };
         let (kernel, initramfs) = (&self.kernel, &self.initramfs);
-        boot_files::kernel(kernel).map_err(|flaw| failed("kernel", kernel, flaw))?;
-        let unchecked = boot_files::initramfs(initramfs);
-        let unchecked = unchecked.map_err(|flaw| failed("initramfs", initramfs, flaw))?;
-        Ok(unchecked.map(|reason| format!("initramfs {}: {reason}", initramfs.display())))
+        let of_kernel = boot_files::kernel(kernel).map_err(|flaw| failed("kernel", kernel, flaw))?;
+        let of_initramfs = boot_files::initramfs(initramfs);
+        let of_initramfs = of_initramfs.map_err(|flaw| failed("initramfs", initramfs, flaw))?;
+        let doubt = |field, path: &PathBuf, doubt| format!("{field} {}: {doubt}", path.display());
+        let of_kernel = of_kernel.map(|reason| doubt("kernel", kernel, reason));
+        let of_initramfs = of_initramfs.map(|reason| doubt("initramfs", initramfs, reason));
+        Ok(of_kernel.into_iter().chain(of_initramfs).collect())
     }
 }
 

@@ -37,9 +37,26 @@ fn by_git(root: &Path) -> Result<Option<String>> {
     Ok(Some(format!("{commit}{dirty}")))
 }
 
+/// What git gives to its hooks, and what makes it use another repository than that of its directory.
+const OF_REPOSITORY: [&str; 5] =
+    ["GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY"];
+
 fn git(root: &Path, arguments: &[&str]) -> Result<String> {
+    run(&mut command(root), arguments)
+}
+
+/// A git that knows of no other repository than that of `root`.
+fn command(root: &Path) -> Command {
     let mut command = Command::new("git");
-    command.current_dir(root).args(arguments).stdin(Stdio::null());
+    command.current_dir(root).stdin(Stdio::null());
+    for variable in OF_REPOSITORY {
+        command.env_remove(variable);
+    }
+    command
+}
+
+fn run(command: &mut Command, arguments: &[&str]) -> Result<String> {
+    command.args(arguments);
     let output = command.output().context("cannot run git")?;
     if !output.status.success() {
         let said = String::from_utf8_lossy(&output.stderr);
@@ -67,7 +84,10 @@ mod tests {
     #[test]
     fn a_clone_has_its_commit_and_says_if_it_was_changed() {
         let dir = tempfile::tempdir().unwrap();
-        let git = |arguments: &[&str]| git(dir.path(), arguments).unwrap();
+        // The hooks of the user who runs this test must not run in it.
+        let git = |arguments: &[&str]| {
+            run(command(dir.path()).env("GIT_CONFIG_GLOBAL", "/dev/null"), arguments).unwrap()
+        };
         git(&["init", "--quiet"]);
         fs::write(dir.path().join("file"), "1\n").unwrap();
         git(&["add", "file"]);
@@ -79,5 +99,19 @@ mod tests {
         assert_eq!(by_git(dir.path()).unwrap().as_ref(), Some(&commit));
         fs::write(dir.path().join("file"), "2\n").unwrap();
         assert_eq!(by_git(dir.path()).unwrap(), Some(format!("{commit}-dirty")));
+    }
+
+    /// As in a hook of git, which gets these variables.
+    #[test]
+    fn another_repository_is_not_used() {
+        // A test must not change the environment that it shares with others, so another process has it.
+        let there = tempfile::tempdir().unwrap();
+        let name = "commit::tests::a_clone_has_its_commit_and_says_if_it_was_changed";
+        let mut test = Command::new(env::current_exe().unwrap());
+        test.args(["--exact", name]).env("GIT_DIR", there.path().join("git")).stdin(Stdio::null());
+        let output = test.output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+        assert!(String::from_utf8_lossy(&output.stdout).contains("1 passed"));
+        assert_eq!(there.path().read_dir().unwrap().count(), 0);
     }
 }
