@@ -201,6 +201,9 @@ pub(crate) enum Command {
         output: PathBuf,
         #[command(flatten)]
         config: ConfigFile,
+        /// The unit of systemd in whose log containerd writes, as for `bulkhead logs`.
+        #[arg(long, value_name = "UNIT", conflicts_with = "containerd_config")]
+        unit: Option<String>,
         #[command(flatten)]
         containerd: ContainerdConfig,
     },

@@ -25,7 +25,7 @@ use crate::{
     check, command_output,
     config_file::ConfigFile,
     containerd::{Containerd, handlers},
-    containerd_log::{is_for_support, without_words_of_specs},
+    containerd_log::{Log, is_for_support, without_words_of_specs},
     error::CommandError,
     output,
     progress::{Count, during},
@@ -66,7 +66,7 @@ pub(crate) fn collect(
     out: &mut impl Write,
     path: &Path,
     config: &ConfigFile,
-    containerd: &Containerd,
+    containerd: (&Containerd, &Log),
 ) -> Result<(), CommandError> {
     let write = |source| CommandError::not_written(path, source);
     let target = Target::create(path, OFlags::TMPFILE).map_err(write)?;
@@ -132,7 +132,7 @@ impl<'a> Target<'a> {
 
 fn fill<W: Write>(
     archive: &mut Archive<W>,
-    (config, containerd): (&ConfigFile, &Containerd),
+    (config, (containerd, log)): (&ConfigFile, (&Containerd, &Log)),
     root: &Path,
     count: &Count,
 ) -> io::Result<()> {
@@ -158,7 +158,7 @@ fn fill<W: Write>(
     count.set_detail("messages of the kernel");
     archive.add_if_known("kernel.txt", kernel_messages())?;
     count.set_detail("messages of the shims");
-    archive.add_if_known("containerd.txt", shim_messages(containerd))?;
+    archive.add_if_known("containerd.txt", shim_messages(log))?;
     count.set_detail("state of the pods");
     let mut listing = String::new();
     state(archive, root, root, &mut listing)?;
@@ -273,13 +273,13 @@ fn is_of_kernel(line: &str) -> bool {
 }
 
 /// The shims' lines in containerd's log, and containerd's own about the runtime.
-fn shim_messages(containerd: &Containerd) -> Result<String, String> {
-    let log = containerd.log(Path::new("/"));
+fn shim_messages(log: &Log) -> Result<String, String> {
     let lines = log.last_lines(MOST_LOOKED_AT, MOST_LINES, is_for_support);
     let lines = lines.map_err(|error| format!("cannot read {log}: {}", chain(&error)))?;
     // A user who is not root sees no lines of others, and docker may have a containerd of its own.
     if lines.is_empty() {
-        let why = "containerd may have another one, no pod may have run, or this was not run as root";
+        let why = "containerd may have another one (`--unit docker`, if docker has its own containerd), no pod may \
+                   have run, or this was not run as root";
         return Err(format!("{} has no line of a shim; {why}", log.looked_at(MOST_LOOKED_AT)));
     }
     Ok(lines.iter().map(|line| format!("{}\n", one_line(&without_words_of_specs(line)))).collect())
@@ -345,7 +345,9 @@ mod tests {
 
     fn collected(root: &Path) -> BTreeMap<String, String> {
         let mut archive = Archive::new(Vec::new(), 0);
-        let of = (&ConfigFile { config: None }, &Containerd::of("/etc/containerd/config.toml".into()));
+        let log = Log::File(root.join("containerd.log"));
+        let containerd = Containerd::of("/etc/containerd/config.toml".into());
+        let of = (&ConfigFile { config: None }, (&containerd, &log));
         fill(&mut archive, of, root, &Count::default()).unwrap();
         let bytes = archive.builder.into_inner().unwrap();
         let mut archive = tar::Archive::new(bytes.as_slice());
@@ -370,7 +372,10 @@ mod tests {
         for private in ["share/one/rootfs/journal", "share/one/secret", "config.json"] {
             fs::write(pod.join(private), "PASSWORD=secret").unwrap();
         }
+        let line = "DEBUG pod{namespace=\"a\" id=\"b\"}: the guest is ready\n";
+        fs::write(dir.path().join("containerd.log"), line).unwrap();
         let files = collected(dir.path());
+        assert_eq!(files["containerd.txt"], line);
         assert!(files["state.txt"].contains("c/ns/pod/config.json"), "{}", files["state.txt"]);
         assert!(
             files.contains_key("state/c/ns/pod/journal")
@@ -403,7 +408,8 @@ mod tests {
         let path = dir.path().join("support.tar");
         fs::write(&path, "mine").unwrap();
         let containerd = Containerd::of("/etc/containerd/config.toml".into());
-        let error = collect(&mut Vec::new(), &path, &ConfigFile { config: None }, &containerd).unwrap_err();
+        let of = (&containerd, &Log::Journal(vec!["docker".into()]));
+        let error = collect(&mut Vec::new(), &path, &ConfigFile { config: None }, of).unwrap_err();
         assert!(
             chain(&error).ends_with("it exists already; remove it, or name another file"),
             "{}",

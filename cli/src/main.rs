@@ -45,6 +45,7 @@ use rustix::process::geteuid;
 
 use crate::{
     args::{Arguments, Command, ConfigCommand, TemplateCommand},
+    containerd::Containerd,
     containerd_log::Log,
     error::CommandError,
     events::EventOptions,
@@ -135,11 +136,7 @@ fn run(command: Command, out: &mut impl Write, errors: &mut impl Write) -> Resul
         }
         Command::Logs { pod, namespace, unit, containerd, lines } => {
             let (namespace, lines) = (namespace.as_deref(), lines as usize);
-            let root_directory = Path::new("/");
-            let log = unit.map_or_else(
-                || containerd.containerd(root_directory).log(root_directory),
-                |unit| Log::Journal(vec![unit]),
-            );
+            let log = log_of(unit, &containerd.containerd(Path::new("/")));
             logs::logs(out, root, LogOptions { pod: &pod, namespace, log: &log, lines })?;
         }
         Command::Events { pod, namespace, all, once, format } => {
@@ -162,8 +159,10 @@ fn run(command: Command, out: &mut impl Write, errors: &mut impl Write) -> Resul
         Command::Config(ConfigCommand::Show { config, format }) => {
             listings::config_show(out, &config, format.json)?;
         }
-        Command::Collect { output, config, containerd } => {
-            collect::collect(out, &output, &config, &containerd.containerd(Path::new("/")))?;
+        Command::Collect { output, config, unit, containerd } => {
+            let containerd = containerd.containerd(Path::new("/"));
+            let log = log_of(unit, &containerd);
+            collect::collect(out, &output, &config, (&containerd, &log))?;
         }
         Command::Install(options) => install::install(out, &options)?,
         Command::Uninstall(options) => install::uninstall(out, &options)?,
@@ -175,6 +174,11 @@ fn run(command: Command, out: &mut impl Write, errors: &mut impl Write) -> Resul
         }
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// The log that has the lines of the shims: of this unit, if one is named, or of containerd.
+fn log_of(unit: Option<String>, containerd: &Containerd) -> Log {
+    unit.map_or_else(|| containerd.log(Path::new("/")), |unit| Log::Journal(vec![unit]))
 }
 
 /// Writes bulkhead.1, and a page for each subcommand.

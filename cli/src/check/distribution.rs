@@ -30,6 +30,12 @@ const NAMES: [(&str, Family); 9] = [
 impl Family {
     /// That of the host whose root directory is `root`.
     pub(crate) fn of(root: &Path) -> Self {
+        // Where the system is an image, as Fedora CoreOS and openSUSE MicroOS, none of the commands works.
+        let of_images =
+            ["run/ostree-booted", "usr/sbin/transactional-update", "usr/bin/transactional-update"];
+        if of_images.iter().any(|file| root.join(file).exists()) {
+            return Self::Other;
+        }
         // The first one takes precedence.
         let files = ["etc/os-release", "usr/lib/os-release"].map(|file| fs::read_to_string(root.join(file)));
         files.into_iter().flatten().next().map_or(Self::Other, |text| Self::in_text(&text))
@@ -178,5 +184,21 @@ mod tests {
         }
         assert!(Family::Debian.add_kernel_parameter("a=1").contains("`update-grub`"));
         assert!(Family::Fedora.add_kernel_parameter("a=1").contains("grubby --update-kernel=ALL --args=a=1"));
+    }
+
+    #[test]
+    fn a_system_that_is_an_image_has_no_command_of_its_family() {
+        for (system, file) in
+            [("ID=fedora\n", "run/ostree-booted"), ("ID=sles\n", "usr/sbin/transactional-update")]
+        {
+            let dir = tempfile::tempdir().unwrap();
+            for file in ["etc/os-release", file] {
+                fs::create_dir_all(dir.path().join(file).parent().unwrap()).unwrap();
+            }
+            fs::write(dir.path().join("etc/os-release"), system).unwrap();
+            assert_ne!(Family::of(dir.path()), Family::Other);
+            fs::write(dir.path().join(file), "").unwrap();
+            assert_eq!(Family::of(dir.path()), Family::Other);
+        }
     }
 }

@@ -430,7 +430,7 @@ mod tests {
 
     /// What the page quotes beside the first column of its table, and the test that provokes it: the file and a part
     /// of the test that makes the text or compares it.
-    const QUOTED: [(&str, &str, &str); 14] = [
+    const QUOTED: [(&str, &str, &str); 15] = [
         (
             "no runtime for \"bulkhead\" is configured",
             "tests/e2e/src/cases/operator.rs",
@@ -441,6 +441,7 @@ mod tests {
             "cli/src/check/kernel.rs",
             "fn a_kernel_on_which_no_vm_starts_is_a_failure",
         ),
+        ("v1", "cli/src/check/kernel.rs", "fn cgroups_of_both_versions_are_known"),
         (
             "it was cut off",
             "host-shim/src/types/boot_files.rs",
