@@ -13,7 +13,7 @@ use crate::containerd::{CONFIG, Containerd};
 const NAME: &str = "containerd";
 
 /// The times of processes are in hundredths of a second on x86_64.
-const TICK: Duration = Duration::from_millis(10);
+const TICK_MS: u64 = 10;
 
 /// How much later than its true start the start of a process may seem to be, or a change than its true time: the start
 /// and the uptime of the host are in ticks.
@@ -91,11 +91,11 @@ fn started(process: &Path, root: &Path) -> io::Result<SystemTime> {
     let stat = fs::read_to_string(process.join("stat"))?;
     // The name is in brackets, and may contain some. The 22nd field is the start, since the host's.
     let (_, rest) = stat.rsplit_once(')').ok_or_else(odd)?;
-    let ticks: u32 = rest.split_whitespace().nth(19).and_then(|it| it.parse().ok()).ok_or_else(odd)?;
+    let ticks: u64 = rest.split_whitespace().nth(19).and_then(|it| it.parse().ok()).ok_or_else(odd)?;
     let uptime = fs::read_to_string(root.join("proc/uptime"))?;
     let uptime: f64 = uptime.split_whitespace().next().and_then(|it| it.parse().ok()).ok_or_else(odd)?;
     let uptime = Duration::try_from_secs_f64(uptime).map_err(io::Error::other)?;
-    let age = uptime.saturating_sub(TICK * ticks);
+    let age = uptime.saturating_sub(Duration::from_millis(ticks.saturating_mul(TICK_MS)));
     SystemTime::now().checked_sub(age).ok_or_else(odd)
 }
 
@@ -141,7 +141,7 @@ mod tests {
 
         /// Lets time pass, until a change now is not at the same time as the start.
         fn later(&self) {
-            sleep(TICK * 5);
+            sleep(Duration::from_millis(5 * TICK_MS));
         }
 
         fn unread(&self, config: &str) -> Reading {

@@ -61,7 +61,7 @@ fn what_programs_were_executed_with_is_in_no_file_of_the_archive() {
     program(
         &dir,
         "dmesg",
-        "echo 'kvm: here'; echo 'audit: type=1309 audit(1:2): a0=\"bulkhead\" a1=\"S3CRET\"'",
+        "echo '<6>kvm: here'; echo '<5>audit: type=1309 audit(1:2): a0=\"bulkhead\" a1=\"S3CRET\"'",
     );
     let collected = collect(&dir);
     assert!(collected.status.success(), "{collected:?}");
