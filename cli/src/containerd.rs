@@ -3,7 +3,9 @@
 use std::{
     collections::BTreeMap,
     fs, io,
+    os::unix::fs::MetadataExt,
     path::{self, Path, PathBuf},
+    time::{Duration, SystemTime},
 };
 
 use clap::Args;
@@ -106,7 +108,7 @@ impl Containerd {
             }
         }
         let generated = [DATA_OF_K3S, DATA_OF_RKE2].map(|data| Path::new(data).join(GENERATED));
-        let is_there = |path: &PathBuf| root.join(path.strip_prefix("/").unwrap_or(path)).is_file();
+        let is_there = |path: &PathBuf| at_root(root, path).is_file();
         Self::of(generated.into_iter().find(is_there).unwrap_or_else(|| CONFIG.into()))
     }
 
@@ -160,7 +162,7 @@ impl Containerd {
 
     /// The files of its configuration that are there: its own, those in the directory that it imports, and templates.
     pub(crate) fn files(&self, root: &Path) -> Vec<PathBuf> {
-        let at = |path: &Path| root.join(path.strip_prefix("/").unwrap_or(path));
+        let at = |path: &Path| at_root(root, path);
         let imported = fs::read_dir(at(&self.imported())).into_iter().flatten().flatten();
         let imported = imported.map(|entry| entry.path());
         let is_read = |path: &PathBuf| path.extension().is_some_and(|extension| extension == "toml");
@@ -170,7 +172,7 @@ impl Containerd {
 
     /// The directories in which a file of its configuration may have been that was removed.
     pub(crate) fn directories(&self, root: &Path) -> Vec<PathBuf> {
-        let at = |path: &Path| root.join(path.strip_prefix("/").unwrap_or(path));
+        let at = |path: &Path| at_root(root, path);
         // A template that was removed is missed only there.
         let may_lack = self.generator().is_some() || !at(&self.config).exists();
         let of_main = self.config.parent().filter(|_| may_lack);
@@ -195,7 +197,7 @@ impl Containerd {
     /// Its log. An older k3s that debugs has it in the journal, as others have.
     pub(crate) fn log(&self, root: &Path) -> Log {
         let file = self.data().join(LOG);
-        let is_there = root.join(file.strip_prefix("/").unwrap_or(&file)).is_file();
+        let is_there = at_root(root, &file).is_file();
         match self.owner {
             Owner::K3s | Owner::Rke2 if is_there => Log::File(file),
             _ => Log::Journal(self.units().iter().map(|unit| (*unit).to_owned()).collect()),
@@ -240,6 +242,20 @@ impl Containerd {
     fn output(&self, arguments: &[&str]) -> io::Result<String> {
         command_output::output(&self.program().to_string_lossy(), arguments)
     }
+}
+
+/// Where a path of the host is, whose root directory is at `root`.
+pub(crate) fn at_root(root: &Path, path: &Path) -> PathBuf {
+    root.join(path.strip_prefix("/").unwrap_or(path))
+}
+
+/// When a file, or the list of files in a directory, was changed. Its date may be older: whoever copies a file can give
+/// it any.
+pub(crate) fn changed(path: &Path) -> Option<SystemTime> {
+    let metadata = path.metadata().ok()?;
+    let seconds = Duration::from_secs(metadata.ctime().try_into().ok()?);
+    let nanoseconds = Duration::from_nanos(metadata.ctime_nsec().try_into().ok()?);
+    SystemTime::UNIX_EPOCH.checked_add(seconds)?.checked_add(nanoseconds)
 }
 
 /// The first word that looks like 1.7.24 or v2.1.9.

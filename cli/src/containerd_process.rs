@@ -7,7 +7,7 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use crate::containerd::{CONFIG, Containerd};
+use crate::containerd::{CONFIG, Containerd, at_root, changed};
 
 /// The name of its process.
 const NAME: &str = "containerd";
@@ -35,8 +35,7 @@ impl Containerd {
     pub(crate) fn unread(&self, root: &Path) -> Reading {
         let Some(started) = self.started(root) else { return Reading::Down };
         // k3s and RKE2 write it each time before they start containerd.
-        let generated =
-            self.generator().map(|_| root.join(self.config.strip_prefix("/").unwrap_or(&self.config)));
+        let generated = self.generator().map(|_| at_root(root, &self.config));
         let places = self.files(root).into_iter().chain(self.directories(root));
         let mut places = places.filter(|path| Some(path) != generated.as_ref());
         match places.find(|path| changed(path).is_some_and(|changed| changed > started + INEXACT)) {
@@ -57,9 +56,8 @@ impl Containerd {
         is_named
             && is_same(&process.join("root"), root)
             && fs::read(process.join("cmdline")).is_ok_and(|line| {
-                let at = |path: &Path| root.join(path.strip_prefix("/").unwrap_or(path));
                 let read = configuration_of(&line);
-                read == self.config || is_same(&at(&read), &at(&self.config))
+                read == self.config || is_same(&at_root(root, &read), &at_root(root, &self.config))
             })
     }
 }
@@ -97,15 +95,6 @@ fn started(process: &Path, root: &Path) -> io::Result<SystemTime> {
     let uptime = Duration::try_from_secs_f64(uptime).map_err(io::Error::other)?;
     let age = uptime.saturating_sub(Duration::from_millis(ticks.saturating_mul(TICK_MS)));
     SystemTime::now().checked_sub(age).ok_or_else(odd)
-}
-
-/// When a file, or the list of files in a directory, was changed. Its date may be older: whoever copies a file can give
-/// it any.
-fn changed(path: &Path) -> Option<SystemTime> {
-    let metadata = path.metadata().ok()?;
-    let seconds = Duration::from_secs(metadata.ctime().try_into().ok()?);
-    let nanoseconds = Duration::from_nanos(metadata.ctime_nsec().try_into().ok()?);
-    SystemTime::UNIX_EPOCH.checked_add(seconds)?.checked_add(nanoseconds)
 }
 
 #[cfg(test)]

@@ -11,7 +11,7 @@ use toml::Table;
 
 use crate::{
     check::{distribution::Family, finding::Finding},
-    containerd::{self, Key, RUNTIME, handlers},
+    containerd::{self, Key, RUNTIME, at_root, handlers},
 };
 
 const CHECK: &str = "CNI";
@@ -54,7 +54,7 @@ pub(super) fn network(root: &Path, configuration: &Table, generator: Option<&str
         );
     };
     let shown = paths.configuration.display();
-    let first = match first_configuration(&at(root, &paths.configuration)) {
+    let first = match first_configuration(&at_root(root, &paths.configuration)) {
         Ok(Some(path)) => path,
         Ok(None) => {
             return Finding::warn(
@@ -76,7 +76,7 @@ pub(super) fn network(root: &Path, configuration: &Table, generator: Option<&str
             return Finding::warn(CHECK, found, "fix it; its format is that of the CNI specification");
         }
     };
-    let is_in = |directory: &Path, plugin: &str| at(root, directory).join(plugin).is_file();
+    let is_in = |directory: &Path, plugin: &str| at_root(root, directory).join(plugin).is_file();
     let missing: Vec<_> = plugins
         .iter()
         .filter(|plugin| !paths.programs.iter().any(|directory| is_in(directory, plugin)))
@@ -117,11 +117,6 @@ pub(crate) fn disabled(configuration: &Table) -> Option<Finding> {
         "containerd's CRI plugin is disabled, so the runtime handlers have no effect",
         format!("remove `{name}` from `disabled_plugins` in its configuration; only Kubernetes needs it"),
     ))
-}
-
-/// Where a path of the host is.
-fn at(root: &Path, path: &Path) -> PathBuf {
-    root.join(path.strip_prefix("/").unwrap_or(path))
 }
 
 /// The file that containerd uses.

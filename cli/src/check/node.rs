@@ -2,9 +2,8 @@
 
 use std::{
     io,
-    os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
-    time::{Duration, SystemTime},
+    time::Duration,
 };
 
 use bulkhead_host_shim::operator::{COMMIT, Config, VERSION, chain, one_line};
@@ -13,7 +12,7 @@ use crate::{
     check::{distribution::Family, finding::Finding, http2},
     command_output,
     config_file::ConfigFile,
-    containerd::{self, Containerd, RUNTIME},
+    containerd::{self, Containerd, RUNTIME, changed},
     run::nat::Pasta,
 };
 
@@ -147,15 +146,6 @@ pub(super) fn socket(root: &Path, containerd: &Containerd) -> Finding {
     };
     let remedy = format!("run `systemctl restart` for {units}; running containers are not interrupted");
     Finding::warn(check, found, remedy)
-}
-
-/// When the file, or the list of files in the directory, was changed. Its date may be older: whoever copies a file can
-/// give it any.
-fn changed(path: &Path) -> Option<SystemTime> {
-    let metadata = path.metadata().ok()?;
-    let seconds = Duration::from_secs(metadata.ctime().try_into().ok()?);
-    let nanoseconds = Duration::from_nanos(metadata.ctime_nsec().try_into().ok()?);
-    SystemTime::UNIX_EPOCH.checked_add(seconds)?.checked_add(nanoseconds)
 }
 
 /// Whether the CRI plugin has a handler for Bulkhead.
@@ -297,7 +287,7 @@ mod tests {
             atomic::{AtomicBool, Ordering},
         },
         thread,
-        time::Instant,
+        time::{Instant, SystemTime},
     };
 
     use rustix::fs::{AtFlags, CWD, Timespec, Timestamps, utimensat};

@@ -9,7 +9,7 @@ use std::{
 use clap::Args;
 
 use crate::{
-    containerd::{CONFIG, Containerd, ContainerdConfig, RECORD},
+    containerd::{CONFIG, Containerd, ContainerdConfig, RECORD, at_root},
     error::CommandError,
     install::{
         block, lock, metrics,
@@ -51,9 +51,7 @@ impl Options {
     /// Where the file `path` of the host is.
     pub(super) fn at(&self, path: impl AsRef<Path>) -> PathBuf {
         let path = path.as_ref();
-        self.root
-            .as_ref()
-            .map_or_else(|| path.into(), |root| root.join(path.strip_prefix("/").unwrap_or(path)))
+        self.root.as_ref().map_or_else(|| path.into(), |root| at_root(root, path))
     }
 
     pub(super) fn root(&self) -> &Path {
