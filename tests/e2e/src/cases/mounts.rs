@@ -12,9 +12,11 @@ mod synced;
 
 use super::Case;
 use super::crash::kill_process;
+use super::programs::on_disk;
 use crate::command::{Finished, wait_until};
 use crate::ctr::{Attached, Container, Host, Runtime};
 use crate::fixtures::{Root, Spec, scratch};
+use crate::image_root::ImageRoot;
 
 pub(super) const CASES: &[Case] = &[
     Case::both("the_mounts_are_the_specs", spec_mounts),
@@ -43,6 +45,7 @@ pub(super) const CASES: &[Case] = &[
     Case::both("an_option_that_the_file_system_lacks_is_refused", unknown_option),
     Case::both("a_directory_serves_as_the_root", directory_as_root),
     Case::both("files_behave_as_files_do", file_semantics),
+    Case::both("what_a_container_writes_in_pieces_and_which_capabilities_it_gives_is_known", known),
 ];
 
 /// How long a container may go on with a size and a date that it has seen of a file of the host.
@@ -453,6 +456,22 @@ fn unknown_option(host: &Host) -> Result<()> {
     for kind in ["tmpfs", "proc", "devpts"] {
         let mount = format!("type={kind},src={kind},dst=/data,options=nonsense");
         host.container().flags(["--mount", &mount]).run(&["true"])?.fails_with("/data")?.says_one_line()?;
+    }
+    Ok(())
+}
+
+/// In a root that nobody else changes, with programs of two layers of its image, and in a volume.
+fn known(host: &Host) -> Result<()> {
+    let (image, volume) = (ImageRoot::make()?, on_disk()?);
+    image.write("srv/known.py", include_bytes!("mounts/known.py"))?;
+    image.write("srv/layer-cat", &fs::read("/bin/cat")?)?;
+    fs::set_permissions(image.layer().join("srv/layer-cat"), fs::Permissions::from_mode(0o755))?;
+    let container = host.container().bind(volume.path(), "/volume", "rbind:rw").flags(["--allow-new-privs"]);
+    let task = image.detach(host, container, &["sleep", "1000"])?;
+    for arguments in [&["/srv", "/srv/layer-cat", "/bin/tac"][..], &["/volume"]] {
+        let command: Vec<_> = ["python3", "/srv/known.py"].iter().chain(arguments).copied().collect();
+        let known = task.exec(&command)?;
+        known.succeeds()?.prints("as it must be\n").with_context(|| format!("{command:?}"))?;
     }
     Ok(())
 }

@@ -144,8 +144,7 @@ impl Server {
                     filled += count;
                 }
                 Err(Errno::INTR) => {}
-                Err(error) if filled == 0 => return Err(error),
-                Err(_) => break,
+                Err(error) => return Err(error),
             }
         }
         Ok(Answer::Filled(filled))
