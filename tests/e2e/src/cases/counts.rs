@@ -21,7 +21,6 @@ const TIMES: usize = 50;
 pub(super) const CASES: &[Case] = &[
     Case::bulkhead("no_row_costs_a_fifth_more_than_before", counts::compare),
     Case::bulkhead("a_program_of_an_image_starts_again_without_a_request", start_again),
-    Case::bulkhead("what_a_program_appends_is_read_without_a_request", append_and_read),
     Case::bulkhead("a_directory_of_an_image_is_listed_again_without_a_request", list_again),
     Case::bulkhead("so_does_one_of_a_directory_that_only_the_container_changes", start_of_directory),
     Case::bulkhead(
@@ -73,20 +72,6 @@ fn opens_nothing(again: &BTreeMap<String, f64>) -> Result<()> {
     Ok(())
 }
 
-/// Neither piece is a page. Each iteration begins with an empty file.
-fn append_and_read(host: &Host) -> Result<()> {
-    let again =
-        cost_of_repeating(host, "echo one > /log; echo two >> /log; while read it; do :; done < /log")?;
-    let (sizes, writes) = (of(&again, "SETATTR"), of(&again, "WRITE"));
-    let all: f64 = again.values().sum();
-    let expected = TIMES as f64;
-    ensure!(
-        sizes <= expected && writes <= 2.0 * expected && all <= sizes + writes + 20.0,
-        "expected  {expected} SETATTR, two WRITE each, and about no other requests\ncame      {again:?}"
-    );
-    Ok(())
-}
-
 /// A directory in which one layer has files, and another one in which two layers have some.
 fn list_again(host: &Host) -> Result<()> {
     let again = cost_of_repeating(host, "echo /etc/* /bin/* > /dev/null")?;
@@ -122,8 +107,4 @@ fn costs(
     };
     costs(1)?;
     costs(TIMES)
-}
-
-fn of(requests: &BTreeMap<String, f64>, opcode: &str) -> f64 {
-    requests.get(opcode).copied().unwrap_or_default()
 }

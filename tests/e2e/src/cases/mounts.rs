@@ -45,7 +45,7 @@ pub(super) const CASES: &[Case] = &[
     Case::both("an_option_that_the_file_system_lacks_is_refused", unknown_option),
     Case::both("a_directory_serves_as_the_root", directory_as_root),
     Case::both("files_behave_as_files_do", file_semantics),
-    Case::both("what_a_container_writes_in_pieces_and_which_capabilities_it_gives_is_known", known),
+    Case::both("the_last_write_counts_for_pieces_of_files_and_capabilities_of_programs", last_write),
 ];
 
 /// How long a container may go on with a size and a date that it has seen of a file of the host.
@@ -461,17 +461,17 @@ fn unknown_option(host: &Host) -> Result<()> {
 }
 
 /// In a root that nobody else changes, with programs of two layers of its image, and in a volume.
-fn known(host: &Host) -> Result<()> {
+fn last_write(host: &Host) -> Result<()> {
     let (image, volume) = (ImageRoot::make()?, on_disk()?);
-    image.write("srv/known.py", include_bytes!("mounts/known.py"))?;
+    image.write("srv/last_write.py", include_bytes!("mounts/last_write.py"))?;
     image.write("srv/layer-cat", &fs::read("/bin/cat")?)?;
     fs::set_permissions(image.layer().join("srv/layer-cat"), fs::Permissions::from_mode(0o755))?;
     let container = host.container().bind(volume.path(), "/volume", "rbind:rw").flags(["--allow-new-privs"]);
     let task = image.detach(host, container, &["sleep", "1000"])?;
     for arguments in [&["/srv", "/srv/layer-cat", "/bin/tac"][..], &["/volume"]] {
-        let command: Vec<_> = ["python3", "/srv/known.py"].iter().chain(arguments).copied().collect();
-        let known = task.exec(&command)?;
-        known.succeeds()?.prints("as it must be\n").with_context(|| format!("{command:?}"))?;
+        let command: Vec<_> = ["python3", "/srv/last_write.py"].iter().chain(arguments).copied().collect();
+        let written = task.exec(&command)?;
+        written.succeeds()?.prints("as it must be\n").with_context(|| format!("{command:?}"))?;
     }
     Ok(())
 }

@@ -1,6 +1,7 @@
-"""Changes files in pieces, and programs' capabilities, and looks after each change whether all is as it must be.
+"""Writes to a file in pieces, gives capabilities to programs and takes them, and looks each time whether all is so.
 
-Usage: known.py DIRECTORY [PROGRAM...]. Each program does what cat(1) does. The guest's kernel knows much of these files without asking for it.
+Usage: last_write.py DIRECTORY [PROGRAM...]. Each program does what cat(1) does. The kernel of a guest remembers much of
+these files.
 """
 
 import ctypes
