@@ -30,13 +30,13 @@ fn collect(dir: &TempDir) -> Output {
 #[test]
 fn an_archive_that_was_interrupted_is_not_in_the_way_of_the_next() {
     let dir = TempDir::new().unwrap();
-    // While containerd is asked, the archive has begun.
+    // While containerd is asked, the archive has begun. It does not answer before the signal has done its work.
     let collect = |containerd: &str| {
         program(&dir, "containerd", containerd);
         collect(&dir)
     };
     let archive = dir.path().join("bulkhead-support.tar");
-    let interrupted = collect("kill -INT $PPID");
+    let interrupted = collect("kill -INT $PPID; exec /bin/sleep 10");
     assert_eq!(interrupted.status.signal(), Some(SIGINT), "{interrupted:?}");
     assert!(!archive.exists());
     let again = collect("exit 1");

@@ -14,6 +14,8 @@ pub(super) const TABLE: &str = "/proc/thread-self/mountinfo";
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Mount<'t> {
     pub(super) id: u64,
+    /// The mount in which its place is.
+    pub(super) parent: u64,
     /// The numbers of its device.
     pub(super) device: (u32, u32),
     /// The directory of the file system that is mounted.
@@ -41,7 +43,7 @@ impl<'t> Mount<'t> {
         let mut fields = line.split(|byte| *byte == b' ');
         let mut number = || std::str::from_utf8(fields.next()?).ok();
         let id = number()?.parse().ok()?;
-        let _parent = number()?;
+        let parent = number()?.parse().ok()?;
         let (major, minor) = number()?.split_once(':')?;
         let device = (major.parse().ok()?, minor.parse().ok()?);
         let (root, place) = (unescape(fields.next()?), unescape(fields.next()?));
@@ -49,7 +51,7 @@ impl<'t> Mount<'t> {
         // Any number of other fields come before this one.
         let mut fields = fields.skip_while(|field| *field != b"-").skip(1);
         let (file_system, _source, super_options) = (fields.next()?, fields.next()?, fields.next()?);
-        Some(Self { id, device, root, place, options, file_system, super_options })
+        Some(Self { id, parent, device, root, place, options, file_system, super_options })
     }
 
     /// Whether the directory that is mounted was removed since.
@@ -95,7 +97,7 @@ mod tests {
         let line =
             b"36 35 98:0 /a\\040b /mnt/c rw,noatime master:1 shared:2 - ext3 /dev/root rw,errors=continue";
         let mount = Mount::parse(line).unwrap();
-        assert_eq!((mount.id, mount.device), (36, (98, 0)));
+        assert_eq!((mount.id, mount.parent, mount.device), (36, 35, (98, 0)));
         assert_eq!((mount.root.as_path(), mount.place.as_path()), (Path::new("/a b"), Path::new("/mnt/c")));
         assert_eq!((mount.file_system, mount.super_options), (&b"ext3"[..], &b"rw,errors=continue"[..]));
         assert!(mount.has(b"noatime") && !mount.has(b"atime") && !mount.is_removed());

@@ -1,11 +1,18 @@
 //! Adds flags to a mount and to all mounts below it. It does so one by one, because mount(2) remounts one mount only.
 
-use std::{collections::BTreeMap, io, path::Path};
+use std::{
+    collections::{BTreeMap, HashMap},
+    fs, io, iter,
+    os::fd::{AsRawFd, OwnedFd},
+    path::Path,
+};
 
 use nix::mount::{MsFlags, mount};
-use rustix::fs::{AtFlags, StatxFlags, statx};
 
-use crate::host::{mountinfo, no_symlinks};
+use crate::host::{
+    mountinfo::{self, Mount},
+    no_symlinks,
+};
 
 /// How often the table of mounts is read again because a name led to another mount than the one that was listed.
 const READINGS: usize = 100;
@@ -26,18 +33,17 @@ pub(crate) fn add_flags(tree: &Path, flags: MsFlags) -> io::Result<()> {
 /// The same by this table of the mounts, which may be out of date. False: a mount is not where it was, and the rest is
 /// left as it is.
 fn add_as_listed(tree: &Path, added: MsFlags, table: &[u8]) -> io::Result<bool> {
-    // Of several mounts at one place the last one covers the others.
-    let mut mounts = BTreeMap::new();
-    for mount in mountinfo::mounts(table).filter(|mount| mount.place.starts_with(tree)) {
-        mounts.insert(mount.place.clone(), (mount.id, mount.has(b"ro")));
-    }
-    for (place, (id, is_read_only)) in mounts {
-        let kept = if is_read_only { MsFlags::MS_RDONLY } else { MsFlags::empty() };
+    for listed in reachable(tree, table) {
+        let kept = if listed.has(b"ro") { MsFlags::MS_RDONLY } else { MsFlags::empty() };
         let flags = MsFlags::MS_BIND | MsFlags::MS_REMOUNT | added | kept;
         // No link, and the very mount that has these options: it keeps them.
-        let place = no_symlinks::open(&place)?;
-        let found = statx(&place, c"", AtFlags::EMPTY_PATH, StatxFlags::MNT_ID)?.stx_mnt_id;
-        if found != id {
+        let place = match no_symlinks::open(&listed.place) {
+            Ok(place) => place,
+            // The host has unmounted it since.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
+            Err(error) => return Err(error),
+        };
+        if mount_id(&place)? != listed.id {
             return Ok(false);
         }
         mount(None::<&str>, &no_symlinks::proc_path(&place), None::<&str>, flags, None::<&str>)?;
@@ -45,9 +51,35 @@ fn add_as_listed(tree: &Path, added: MsFlags, table: &[u8]) -> io::Result<bool> 
     Ok(true)
 }
 
+/// The mounts at `tree` and below it, without those that a later mount covers, at their place or above it: no path
+/// leads there.
+fn reachable<'t>(tree: &Path, table: &'t [u8]) -> Vec<Mount<'t>> {
+    let mounts = || mountinfo::mounts(table).filter(|mount| mount.place.starts_with(tree));
+    let parents: HashMap<_, _> = mounts().map(|mount| (mount.id, mount.parent)).collect();
+    // Of several mounts at one place the last one covers the others.
+    let tops: BTreeMap<_, _> = mounts().map(|mount| (mount.place.clone(), mount)).collect();
+    let is_inside = |mount: &Mount<'_>, outer: u64| {
+        let outers = iter::successors(Some(mount.parent), |id| parents.get(id).copied());
+        outers.take(parents.len()).any(|id| id == outer)
+    };
+    let is_reached = |mount: &&Mount<'_>| {
+        let mut above = mount.place.ancestors().skip(1).filter_map(|place| tops.get(place));
+        above.all(|top| is_inside(mount, top.id))
+    };
+    tops.values().filter(is_reached).cloned().collect()
+}
+
+/// The number of the mount that an O_PATH descriptor refers to. The file system is not asked, unlike by statx(2): that
+/// of FUSE refuses this for root if another user has mounted it.
+fn mount_id(file: &OwnedFd) -> io::Result<u64> {
+    let text = fs::read_to_string(format!("/proc/thread-self/fdinfo/{}", file.as_raw_fd()))?;
+    let id = text.lines().find_map(|line| line.strip_prefix("mnt_id:"));
+    id.and_then(|id| id.trim().parse().ok()).ok_or_else(|| io::Error::other("fdinfo has no mnt_id"))
+}
+
 #[cfg(test)]
 mod tests {
-    use std::{fs, os::unix::fs::symlink};
+    use std::os::unix::fs::symlink;
 
     use nix::mount::{MntFlags, umount2};
 
@@ -123,5 +155,35 @@ mod tests {
         for place in ["tree", "volume/moved/mount", "victim/mount"] {
             umount2(&at(place), MntFlags::MNT_DETACH).unwrap();
         }
+    }
+
+    /// `docker run -v /:/host` on a host where a user has mounted something by FUSE, such as gvfs of a desktop.
+    #[test]
+    fn what_a_user_has_mounted_and_what_is_covered_is_no_error() {
+        private_mounts();
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        let tmpfs = |name: &str| {
+            fs::create_dir_all(at(name)).unwrap();
+            mount(Some("t"), &at(name), Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
+        };
+        tmpfs("tree");
+        tmpfs("tree/covered/below");
+        tmpfs("tree/covered");
+        tmpfs("tree/covered/above");
+        tmpfs("tree/twice");
+        tmpfs("tree/twice");
+        fs::create_dir(at("tree/fuse")).unwrap();
+        // Nobody answers its requests.
+        let device = fs::File::options().read(true).write(true).open("/dev/fuse");
+        let device = device.expect("this test needs /dev/fuse: modprobe fuse");
+        let options = format!("fd={},rootmode=40000,user_id=1000,group_id=1000", device.as_raw_fd());
+        mount(Some("fuse"), &at("tree/fuse"), Some("fuse"), MsFlags::empty(), Some(&*options)).unwrap();
+        add_flags(&at("tree"), NO_DEVICES_OR_PROGRAMS).unwrap();
+        let (with, without): (Vec<_>, Vec<_>) =
+            mounts_below(&at("tree")).into_iter().partition(|line| line.contains("nosuid,nodev,noexec"));
+        assert_eq!((with.len(), without.len()), (5, 2), "{with:#?} {without:#?}");
+        umount2(&at("tree/fuse"), MntFlags::MNT_DETACH).unwrap();
+        umount2(&at("tree"), MntFlags::MNT_DETACH).unwrap();
     }
 }

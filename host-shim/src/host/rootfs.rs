@@ -318,7 +318,7 @@ fn mount_one(request: &Mount, target: &Path) -> Result<(), RootfsError> {
         }
         return Ok(());
     }
-    let options = options.fit(&request.kind)?;
+    let options = options.with_lasting_inodes(&request.kind).fit(&request.kind)?;
     match mount_with(request, &options, target) {
         Err(Errno::ENOENT) => Err(missing_layer(&options).unwrap_or_else(|| failed(Errno::ENOENT.into()))),
         other => other.map_err(|errno| failed(errno.into())),
@@ -406,6 +406,15 @@ impl Options {
             flags |= set;
         }
         Ok(Self { flags, data: data.join(","), base: None })
+    }
+
+    /// Has the inode numbers of an overlay stay the same if its layers are on several file systems. Otherwise a directory
+    /// that the host's kernel has forgotten meanwhile gets another number, and the VMM takes it for another directory.
+    fn with_lasting_inodes(mut self, kind: &str) -> Self {
+        if kind == "overlay" && !self.data.split(',').any(|option| option.starts_with("xino=")) {
+            self.data.push_str(",xino=on");
+        }
+        self
     }
 
     /// Shortens the layers of an overlay to paths relative to the directory they share, if they are too long.
@@ -525,6 +534,15 @@ mod tests {
             let error = Options::parse(&options(&[option])).unwrap_err().to_string();
             assert_eq!(error, format!("rootfs mount option {option:?} is not implemented"));
         }
+    }
+
+    #[test]
+    fn has_the_inode_numbers_of_an_overlay_last_unless_the_snapshotter_says_otherwise() {
+        let data =
+            |kind, list: &[&str]| Options::parse(&options(list)).unwrap().with_lasting_inodes(kind).data;
+        assert_eq!(data("overlay", &["lowerdir=/a:/b", "ro"]), "lowerdir=/a:/b,xino=on");
+        assert_eq!(data("overlay", &["lowerdir=/a", "xino=off"]), "lowerdir=/a,xino=off");
+        assert_eq!(data("ext4", &["noload"]), "noload");
     }
 
     #[test]

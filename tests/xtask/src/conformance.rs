@@ -143,6 +143,42 @@ const DIFFERENCES: &[(&str, &str)] = &[
          volumes ([volumes that kubelet keeps up to date](resources.md#volumes-that-kubelet-keeps-up-to-date))",
     ),
     (
+        "a volume on NFS whose server takes root for nobody (`root_squash`), for a container that does not run as root: \
+         not refused, but it gets EACCES for what only its own user may open, write, rename or remove there",
+        "the VMM opens files as root, after the guest's kernel has checked the permissions; to such a server root is \
+         nobody",
+    ),
+    (
+        "file systems that the host mounts when somebody enters them (autofs, NFS exports below an export) below a \
+         volume: not refused, but they are not entered (ENOTDIR, ENOENT) unless the host has mounted them",
+        "not built yet: the file server does not cause such mounts",
+    ),
+    (
+        "a full disk under a page that a shared mapping (`mmap`) writes to: not refused, but msync(2), fsync(2) or \
+         close(2) reports it, and no SIGBUS",
+        "the page reaches the host later",
+    ),
+    (
+        "clones of files on XFS and Btrfs (FICLONE, `cp --reflink=always`): EOPNOTSUPP. copy_file_range(2) makes clones \
+         there",
+        "FUSE has no such request",
+    ),
+    (
+        "lists of directories for 32-bit programs that were built without support for large files: not refused, but \
+         EOVERFLOW",
+        "positions in directories are numbers of 64 bits; on a host Linux makes smaller ones for such a program",
+    ),
+    (
+        "parameters of a pod's network namespace (`net.*`) that a CNI plugin sets on the host, such as `tuning`, and those \
+         that a new namespace copies from the host, such as `net.ipv4.ip_forward`: not refused, but without effect",
+        "not built yet: the guest has the parameters of the spec (`linux.sysctl`), and the defaults of its kernel",
+    ),
+    (
+        "multicast to a container by macvlan, ipvlan or an interface of the host: not refused, but groups that the \
+         container joins reach nobody. By a bridge (veth) it works",
+        "not built yet: the interface of the host does not know the groups",
+    ),
+    (
         "locks of files in volumes (flock(2), fcntl(2)): a process that waits for a lock of the host or of another pod \
          looks for it again after 1 to 64 ms, and no deadlock with those is found (EDEADLK). All processes of a pod \
          together can lock 8,192 ranges, for 1,024 pairs of a process and a file, and one lock can change 16 others of \

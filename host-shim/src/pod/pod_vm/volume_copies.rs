@@ -64,6 +64,8 @@ struct Copy {
     volume: Arc<KubeletVolume>,
     /// The digest of what the guest certainly has.
     sent: Mutex<Option<u64>>,
+    /// Locked by the thread that reads the volume, also after it was given up.
+    reading: Arc<Mutex<()>>,
 }
 
 impl VolumeCopies {
@@ -83,6 +85,7 @@ impl VolumeCopies {
             budget: self.budget.clone(),
             volume: Arc::clone(volume),
             sent: Mutex::default(),
+            reading: Arc::default(),
         });
         copy.make().await?;
         copy.update().await?;
@@ -134,8 +137,11 @@ impl Copy {
     async fn update(&self) -> Result<(), TaskError> {
         let mut sent = self.sent.lock().await;
         let volume = Arc::clone(&self.volume);
-        let late = |_| TaskError::Timeout { what: "reading of a volume", seconds: READ.as_secs() };
-        let read = timeout(READ, blocking::run(move || volume.read(), drop)).await.map_err(late)??;
+        let late = |()| TaskError::Timeout { what: "reading of a volume", seconds: READ.as_secs() };
+        // A reading that hangs goes on after its time. Others would only hang too, each in a thread.
+        let Ok(reading) = Arc::clone(&self.reading).try_lock_owned() else { return Err(late(())) };
+        let read = move || (volume.read(), reading).0;
+        let read = timeout(READ, blocking::run(read, drop)).await.map_err(|_| late(()))??;
         let failed = |source| TaskError::Volume { path: self.volume.path.clone(), source };
         let contents = read.map_err(failed)?;
         let digest = contents.digest();

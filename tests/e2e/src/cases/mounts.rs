@@ -45,7 +45,8 @@ pub(super) const CASES: &[Case] = &[
     Case::both("an_option_that_the_file_system_lacks_is_refused", unknown_option),
     Case::both("a_directory_serves_as_the_root", directory_as_root),
     Case::both("files_behave_as_files_do", file_semantics),
-    Case::both("the_last_write_counts_for_pieces_of_files_and_capabilities_of_programs", last_write),
+    Case::both("a_working_directory_and_a_mount_stay_when_the_host_drops_its_caches", caches_dropped),
+    Case::both("the_last_write_counts_for_contents_of_files_and_capabilities_of_programs", last_write),
 ];
 
 /// How long a container may go on with a size and a date that it has seen of a file of the host.
@@ -473,5 +474,26 @@ fn last_write(host: &Host) -> Result<()> {
         let written = task.exec(&command)?;
         written.succeeds()?.prints("as it must be\n").with_context(|| format!("{command:?}"))?;
     }
+    Ok(())
+}
+
+/// The layers of the root are on different file systems. The directories that are listed are more than the VMM has
+/// descriptors for.
+fn caches_dropped(host: &Host) -> Result<()> {
+    let (image, volume) = (ImageRoot::make()?, on_disk()?);
+    fs::create_dir(image.layer().join("srv/place"))?;
+    image.write("srv/place/file", b"file\n")?;
+    image.write("srv/place/covered", b"covered\n")?;
+    fs::write(volume.path().join("mounted"), "mounted\n")?;
+    let container = host.container().bind(&volume.path().join("mounted"), "/srv/place/covered", "rbind:rw");
+    let task = image.detach(host, container, &["sleep", "1000"])?;
+    let script = "cd /srv/place; find /usr -xdev -type d > /dev/null; echo ready; read it; \
+                  cat file covered; cat /srv/place/file; echo new > new; cat /srv/place/covered new";
+    let mut inside = task.start_exec("inside", &["sh", "-c", script])?;
+    inside.wait_for("ready\n")?;
+    // Of directories and their names (Documentation/admin-guide/sysctl/vm.rst).
+    fs::write("/proc/sys/vm/drop_caches", "2").context("cannot drop the host's caches")?;
+    inside.write(b"\n")?;
+    inside.finish()?.succeeds()?.prints("ready\nfile\nmounted\nfile\nmounted\nnew\n")?;
     Ok(())
 }

@@ -32,7 +32,11 @@ pub(super) const MOST_ANCESTORS: usize = 4096;
 /// How many places are searched for a node to evict before a directory may be evicted.
 const MOST_STEPS_FOR_A_FILE: usize = 256;
 /// The most file systems whose inode numbers are kept distinct.
-const MOST_DEVICES: usize = 1 << 16;
+const MOST_DEVICES: usize = (1 << 16) - 2;
+/// Inode numbers of the host that have so many bits at most are shown as numbers of 32 bits, if they are of the first
+/// file systems that were seen. 32-bit programs may understand no larger ones (EOVERFLOW, stat(2)).
+const SMALL_INODE_BITS: u32 = 26;
+const SMALL_INODE_DEVICES: u64 = 1 << (32 - SMALL_INODE_BITS);
 
 /// How much the table may contain.
 #[derive(Debug, Clone, Copy)]
@@ -141,6 +145,8 @@ pub(super) struct Nodes {
     files: Descriptors,
     /// The number of open nodes.
     open: usize,
+    /// The number of nodes that are in the roots of containers.
+    own: usize,
     /// The number of nodes that count as open because of their contents.
     used: usize,
     anchors: usize,
@@ -170,6 +176,7 @@ impl Nodes {
             paths: Descriptors::new(limits.paths),
             files: Descriptors::new(limits.files),
             open: 0,
+            own: 0,
             used: 0,
             anchors: 0,
             devices: HashMap::new(),
@@ -217,7 +224,10 @@ impl Nodes {
             None if self.devices.len() < MOST_DEVICES => *self.devices.entry(device).or_insert(next),
             None => next,
         };
-        inode ^ index << 48
+        if index < SMALL_INODE_DEVICES && inode < 1 << SMALL_INODE_BITS {
+            return index << SMALL_INODE_BITS | inode;
+        }
+        inode ^ (index + 1) << 48
     }
 
     /// Returns the node of the file that was found at `name` in `parent`, and counts a lookup of it.
@@ -281,6 +291,7 @@ impl Nodes {
     ) -> Result<u64> {
         self.make_room()?;
         let number = self.table.insert(Node::found(stat, place, anchor, is_own))?;
+        self.own += usize::from(is_own);
         self.by_id.insert(Id::of(stat), number);
         Ok(number)
     }
@@ -452,6 +463,7 @@ impl Nodes {
     /// Removes a node, and returns the directory of its place.
     fn take_out(&mut self, number: u64) -> Option<u64> {
         let node = self.table.remove(number)?;
+        self.own -= usize::from(node.is_own);
         self.let_go(number, node.id, node.anchor);
         self.lose_child(node.place)
     }
@@ -495,15 +507,20 @@ impl Nodes {
     /// Removes a node that the guest can look up again. Prefers files and symbolic links to directories, which may be
     /// the working directory of a process, and to sockets, at which a process may listen. Prefers nodes that were not
     /// used recently.
+    ///
+    /// The guest does not look a mounted file up again. And if it finds another node in the place of one that is covered
+    /// by a mount, it removes that mount. Mounts cover files in the roots of containers above all (/etc/resolv.conf). So
+    /// these nodes stay as long as there are many others.
     fn evict(&mut self) -> Result<()> {
         let mut second_choice = None;
+        let spares_own = !self.is_exclusive && self.table.len() - self.own > self.limits.idle / 8;
         for step in 0..2 * self.table.round() {
             if let (Some(number), MOST_STEPS_FOR_A_FILE..) = (second_choice, step) {
                 self.remove(number);
                 return Ok(());
             }
             let Some((number, node)) = self.table.next() else { continue };
-            if node.opens > 0 || node.children > 0 || node.anchor.is_some() {
+            if node.opens > 0 || node.children > 0 || node.anchor.is_some() || node.is_own && spares_own {
                 continue;
             }
             // The guest would use the name of the node, and get an error for the file.
@@ -513,7 +530,11 @@ impl Nodes {
             if std::mem::take(&mut node.is_used) {
                 continue;
             }
-            if matches!(node.kind, FileType::RegularFile | FileType::Symlink) {
+            let is_file = matches!(node.kind, FileType::RegularFile | FileType::Symlink);
+            if self.is_top_of_mount(number) {
+                continue;
+            }
+            if is_file {
                 self.remove(number);
                 return Ok(());
             }

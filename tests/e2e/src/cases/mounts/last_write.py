@@ -1,4 +1,4 @@
-"""Writes to a file in pieces, gives capabilities to programs and takes them, and looks each time whether all is so.
+"""Writes to files in pieces and by mappings, gives capabilities to programs and takes them, and looks each time.
 
 Usage: last_write.py DIRECTORY [PROGRAM...]. Each program does what cat(1) does. The kernel of a guest remembers much of
 these files.
@@ -98,6 +98,22 @@ def in_pieces():
             assert again.read() == content
 
 
+def holes():
+    """What a mapping has written is no hole, whoever looks while it is mapped. cp(1) leaves holes out."""
+    file = os.open("holes", os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    os.truncate(file, 16 * PAGE)
+    with mmap.mmap(file, 16 * PAGE) as mapping:
+        mapping[4 * PAGE:8 * PAGE] = b"d" * (4 * PAGE)
+        assert os.lseek(file, 0, os.SEEK_DATA) <= 4 * PAGE
+        mapping[10 * PAGE] = 1
+        subprocess.run(["cp", "--sparse=auto", "holes", "copy"], check=True)
+        with open("copy", "rb") as copy:
+            assert copy.read() == mapping[:]
+    # A program of 32 bits may know no larger numbers.
+    assert os.fstat(file).st_ino < 1 << 32
+    os.close(file)
+
+
 def capabilities(program):
     """The program, which is not in use elsewhere, gets and loses a capability."""
     # Permitted and effective: CAP_DAC_OVERRIDE (linux/capability.h, struct vfs_cap_data, version 2).
@@ -125,6 +141,7 @@ def capabilities(program):
 
 
 in_pieces()
+holes()
 shutil.copy("/bin/cat", "cat")
 with open("secret", "w") as secret:
     secret.write("secret")

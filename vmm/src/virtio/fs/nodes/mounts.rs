@@ -29,9 +29,7 @@ impl Nodes {
             }
             let mounted = Mounted { node: number, mount: node.mount, device: node.id.device };
             match &node.place {
-                Some(place) if self.table.get(place.parent).is_some_and(|it| it.mount != node.mount) => {
-                    tops.push(mounted);
-                }
+                Some(_) if self.is_top_of_mount(number) => tops.push(mounted),
                 None if node.anchor.is_some() && seen.insert((mounted.mount, mounted.device)) => {
                     removed.push(mounted);
                 }
@@ -40,5 +38,12 @@ impl Nodes {
         }
         tops.extend(removed);
         tops
+    }
+
+    /// Whether the host has mounted the file or directory of a node where it is.
+    pub(super) fn is_top_of_mount(&self, number: u64) -> bool {
+        let Some(node) = self.table.get(number) else { return false };
+        let parent = node.place.as_ref().and_then(|place| self.table.get(place.parent));
+        !node.is_unmounted && parent.is_some_and(|parent| parent.mount != node.mount)
     }
 }

@@ -134,3 +134,55 @@ fn a_mount_is_listed_by_its_top_and_by_a_file_that_was_removed_there() {
     nodes.close_unmounted(&[volume].into());
     assert_eq!(list(&nodes), [(mounted, 4), (ROOT, 0)]);
 }
+
+/// What is mounted, and what a mount may cover.
+#[test]
+fn mounts_and_roots_keep_their_nodes_when_many_files_of_volumes_are_looked_up() {
+    let open = || Arc::new(openat(CWD, "/", OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap());
+    let mut stat = stat_at(open(), c"").unwrap();
+    let (kind, mount) = (stat.stx_mode, stat.stx_mnt_id);
+    let mut nodes = Nodes::new(open(), &stat, Limits { idle: 64, ..LIMITS }, false).unwrap();
+    let mut find = |nodes: &mut Nodes, parent, name: &str, mode: u16, mount: u64| {
+        stat.stx_ino += 1;
+        (stat.stx_mode, stat.stx_mnt_id) = (mode, mount);
+        nodes.found(parent, &std::ffi::CString::new(name).unwrap(), &stat, false).unwrap()
+    };
+    let file = (libc::S_IFREG | 0o600) as u16;
+    let container = find(&mut nodes, ROOT, "container", kind, mount);
+    let root = find(&mut nodes, container, "rootfs", kind, mount + 1);
+    let covered = find(&mut nodes, root, "resolv.conf", file, mount + 1);
+    let mounts = find(&mut nodes, container, "mounts", kind, mount);
+    let mounted = find(&mut nodes, mounts, "0", file, mount + 2);
+    let volume = find(&mut nodes, mounts, "1", kind, mount + 3);
+    let idle = find(&mut nodes, mounts, "2", kind, mount + 4);
+    let first = find(&mut nodes, volume, "first", file, mount + 3);
+    for index in 0..1000 {
+        find(&mut nodes, volume, &index.to_string(), file, mount + 3);
+    }
+    let is_known = |nodes: &Nodes, number| nodes.table.get(number).is_some();
+    assert!([root, covered, mounted, volume, idle].iter().all(|number| is_known(&nodes, *number)));
+    assert!(!is_known(&nodes, first) && nodes.table.len() <= 65);
+    // A root with more files than the table takes.
+    for index in 0..1000 {
+        find(&mut nodes, root, &index.to_string(), file, mount + 1);
+    }
+    assert!(is_known(&nodes, mounted) && is_known(&nodes, idle) && nodes.table.len() <= 65);
+    assert_eq!(nodes.own, nodes.table.iter().filter(|(_, node)| node.is_own).count());
+}
+
+#[test]
+fn inode_numbers_differ_and_are_small_where_they_can_be() {
+    let open = || Arc::new(openat(CWD, "/", OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap());
+    let stat = stat_at(open(), c"").unwrap();
+    let mut nodes = Nodes::new(open(), &stat, LIMITS, false).unwrap();
+    let mut seen = std::collections::HashSet::new();
+    for device in 0..SMALL_INODE_DEVICES + 10 {
+        for inode in [1, 2, (1 << SMALL_INODE_BITS) - 1, 1 << SMALL_INODE_BITS, 1 << 32, 1 << 40] {
+            let shown = nodes.inode_on(1_000_000 + device, inode);
+            assert!(seen.insert(shown), "{device} {inode}");
+            // The table has seen the file system of its top directory before.
+            let is_small = device + 1 < SMALL_INODE_DEVICES && inode < 1 << SMALL_INODE_BITS;
+            assert_eq!(shown < 1 << 32, is_small, "{device} {inode}: {shown}");
+        }
+    }
+}
