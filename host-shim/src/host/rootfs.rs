@@ -408,8 +408,8 @@ impl Options {
         Ok(Self { flags, data: data.join(","), base: None })
     }
 
-    /// Has the inode numbers of an overlay stay the same if its layers are on several file systems. Otherwise a directory
-    /// that the host's kernel has forgotten meanwhile gets another number, and the VMM takes it for another directory.
+    /// Has the inode numbers of an overlay stay the same if its layers are on several file systems. Otherwise a
+    /// directory that the host's kernel has forgotten gets another number, and the VMM takes it for another directory.
     fn with_lasting_inodes(mut self, kind: &str) -> Self {
         if kind == "overlay" && !self.data.split(',').any(|option| option.starts_with("xino=")) {
             self.data.push_str(",xino=on");

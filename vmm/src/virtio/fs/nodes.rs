@@ -508,9 +508,9 @@ impl Nodes {
     /// the working directory of a process, and to sockets, at which a process may listen. Prefers nodes that were not
     /// used recently.
     ///
-    /// The guest does not look a mounted file up again. And if it finds another node in the place of one that is covered
-    /// by a mount, it removes that mount. Mounts cover files in the roots of containers above all (/etc/resolv.conf). So
-    /// these nodes stay as long as there are many others.
+    /// The guest does not look a mounted file up again. And if it finds another node in the place of one that is
+    /// covered by a mount, it removes that mount. Mounts cover files in the roots of containers above all
+    /// (/etc/resolv.conf). So these nodes stay as long as there are many others.
     fn evict(&mut self) -> Result<()> {
         let mut second_choice = None;
         let spares_own = !self.is_exclusive && self.table.len() - self.own > self.limits.idle / 8;
