@@ -255,8 +255,8 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "the server writes the page by pwritev(2)",
     ),
     (
-        "the inode number of a file in its directory (readdir(3)): not refused, but if the layers of a container's root are \
-         on several file systems, it may be another one than that of stat(2)",
+        "the inode number of a file in its directory (readdir(3)): not refused, but if the layers of a root that docker or \
+         the user has mounted are on several file systems, it may be another one than that of stat(2)",
         "the host's directory does not say on which file system a file is",
     ),
     (
