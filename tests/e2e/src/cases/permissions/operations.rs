@@ -83,8 +83,8 @@ const IN_ROOT: &[&str] = &[
     "time: exchange back = ok, l ac, g c, . mc",
     "time: follow a link = ENOENT, l -",
 ];
-/// Those in a root that somebody else has mounted. The host's directory does not say on which file system of the overlay
-/// a file is. The shim mounts a snapshot so that it does.
+/// Those in a root that somebody else has mounted. The host's directory does not say on which file system of the
+/// overlay a file is. The shim mounts a snapshot so that it does.
 const IN_DIRECTORY: &[&str] = &["list: inodes of files are those of stat = False"];
 /// Those in a snapshot: access times, when the guest answers from its caches.
 const IN_SNAPSHOT: &[&str] = &[
