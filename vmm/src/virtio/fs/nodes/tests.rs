@@ -167,6 +167,15 @@ fn mounts_and_roots_keep_their_nodes_when_many_files_of_volumes_are_looked_up() 
         find(&mut nodes, root, &index.to_string(), file, mount + 1);
     }
     assert!(is_known(&nodes, mounted) && is_known(&nodes, idle) && nodes.table.len() <= 65);
+    // Many files of a volume are open, so that only those of the root can go.
+    for index in 0..20 {
+        let number = find(&mut nodes, volume, &format!("open-{index}"), file, mount + 3);
+        nodes.opened(number).unwrap();
+    }
+    for index in 1000..2000 {
+        find(&mut nodes, root, &index.to_string(), file, mount + 1);
+    }
+    assert!(is_known(&nodes, mounted) && nodes.table.len() <= 85);
     assert_eq!(nodes.own, nodes.table.iter().filter(|(_, node)| node.is_own).count());
 }
 
