@@ -174,11 +174,6 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "not built yet: the guest has the parameters of the spec (`linux.sysctl`), and the defaults of its kernel",
     ),
     (
-        "multicast to a container by macvlan, ipvlan or an interface of the host: not refused, but groups that the \
-         container joins reach nobody. By a bridge (veth) it works",
-        "not built yet: the interface of the host does not know the groups",
-    ),
-    (
         "locks of files in volumes (flock(2), fcntl(2)): a process that waits for a lock of the host or of another pod \
          looks for it again after 1 to 64 ms, and no deadlock with those is found (EDEADLK). All processes of a pod \
          together can lock 8,192 ranges, for 1,024 pairs of a process and a file, and one lock can change 16 others of \

@@ -4,6 +4,9 @@
 //! Each has an ingress qdisc with one u32 filter that matches every packet (some kernels lack `matchall`) and
 //! redirects it (tc-mirred(8)). So packets bypass the host's IP stack and keep their segmentation offloads. The
 //! interface keeps its name, its addresses and the CNI's settings of its peer.
+//!
+//! The host does not know which multicast groups the guest joins. A veth passes on all of them. Any other interface,
+//! such as a macvlan, is told to do so.
 
 use std::{
     fs::{self, File},
@@ -20,11 +23,11 @@ use nix::{
     sys::statfs::{NSFS_MAGIC, fstatfs},
 };
 use rtnetlink::{
-    Handle, LinkUnspec,
+    Handle, LinkGetRequest, LinkUnspec,
     packet_core::Nla,
     packet_route::{
         RouteNetlinkMessage,
-        link::{InfoData, InfoTun, LinkAttribute, LinkInfo, LinkMessage},
+        link::{InfoData, InfoKind, InfoTun, LinkAttribute, LinkFlags, LinkInfo, LinkMessage},
         tc::{TcAttribute, TcHandle, TcMessage},
     },
 };
@@ -64,6 +67,9 @@ pub(super) fn install(netns: &File, index: u32, tap: &str, passes_replies: bool)
         }
         let up = LinkUnspec::new_with_index(tap_index).up().build();
         handle.link().set(up).execute().await.map_err(refused(format!("bringing {tap} up")))?;
+        set_multicast(&handle, index, true)
+            .await
+            .map_err(refused(format!("passing multicast of {index}")))?;
         for (from, to) in [(tap_index, index), (index, tap_index)] {
             redirect(&handle, from, to).await.map_err(refused(format!("redirecting {from} to {to}")))?;
         }
@@ -97,13 +103,27 @@ async fn save_memory(handle: &Handle, tap: &LinkMessage) -> Result<(), rtnetlink
     }
 }
 
-/// How many queues a tap has, attached or not. None: the kernel does not say it.
-fn queues(tap: &LinkMessage) -> Option<u32> {
-    let info = tap.attributes.iter().find_map(|attribute| match attribute {
+/// Has an interface that is no veth pass on packets to all multicast groups, or to the host's own ones alone.
+async fn set_multicast(handle: &Handle, index: u32, all: bool) -> Result<(), rtnetlink::Error> {
+    let link = found(handle.link().get().match_index(index)).await?;
+    let is_veth = info(&link).any(|info| *info == LinkInfo::Kind(InfoKind::Veth));
+    if is_veth || link.header.flags.contains(LinkFlags::Allmulti) == all {
+        return Ok(());
+    }
+    handle.link().set(LinkUnspec::new_with_index(index).allmulticast(all).build()).execute().await
+}
+
+fn info(link: &LinkMessage) -> impl Iterator<Item = &LinkInfo> {
+    let info = link.attributes.iter().filter_map(|attribute| match attribute {
         LinkAttribute::LinkInfo(info) => Some(info),
         _ => None,
-    })?;
-    let data = info.iter().find_map(|info| match info {
+    });
+    info.flatten()
+}
+
+/// How many queues a tap has, attached or not. None: the kernel does not say it.
+fn queues(tap: &LinkMessage) -> Option<u32> {
+    let data = info(tap).find_map(|info| match info {
         LinkInfo::Data(InfoData::Tun(data)) => Some(data),
         _ => None,
     })?;
@@ -150,7 +170,7 @@ pub(super) fn uninstall(netns: &File, index: Option<u32>, tap: &str) -> Result<(
             }
         }
         match index {
-            Some(index) => remove_all(&handle, index, &format!("the interface {index}")).await,
+            Some(index) => remove_from_interface(&handle, index, &format!("the interface {index}")).await,
             None => Ok(()),
         }
     })
@@ -173,8 +193,17 @@ pub(crate) fn remove(path: &Path, name: &str) -> Result<(), NetworkError> {
             Err(e) if is_gone(&e) => return Ok(()),
             other => other.map_err(refused(format!("looking for {name}")))?.header.index,
         };
-        remove_all(&handle, index, name).await
+        remove_from_interface(&handle, index, name).await
     })
+}
+
+/// Removes what [`install`] did to an interface. It may be gone.
+async fn remove_from_interface(handle: &Handle, index: u32, name: &str) -> Result<(), NetworkError> {
+    remove_all(handle, index, name).await?;
+    match set_multicast(handle, index, false).await {
+        Err(e) if is_gone(&e) => Ok(()),
+        other => other.map_err(refused(format!("no longer passing multicast of {name}"))),
+    }
 }
 
 /// Removes the ingress qdisc of an interface and the redirects from it. It may be gone.
@@ -205,8 +234,12 @@ fn disable_ipv6(name: &str) -> io::Result<()> {
 }
 
 async fn link(handle: &Handle, name: &str) -> Result<LinkMessage, rtnetlink::Error> {
-    let found = handle.link().get().match_name(name).execute().try_next().await?;
-    found.ok_or(rtnetlink::Error::RequestFailed)
+    found(handle.link().get().match_name(name)).await
+}
+
+/// The interface for which the kernel is asked.
+async fn found(request: LinkGetRequest) -> Result<LinkMessage, rtnetlink::Error> {
+    request.execute().try_next().await?.ok_or(rtnetlink::Error::RequestFailed)
 }
 
 async fn redirect(handle: &Handle, from: u32, to: u32) -> Result<(), rtnetlink::Error> {

@@ -15,7 +15,7 @@ use rtnetlink::{
     packet_core::Parseable,
     packet_route::{
         AddressFamily,
-        link::{LinkAttribute, LinkMessage},
+        link::{LinkAttribute, LinkFlags, LinkMessage},
         route::{RouteAttribute, RouteFlags, RouteMessage, RouteMetric, RouteScope, RouteType},
         rule::{RuleAction, RuleAttribute, RuleMessage},
         tc::{TcAttribute, TcMessage},
@@ -621,6 +621,30 @@ fn nothing_to_cut_is_no_error() {
     // Where a network namespace was mounted once.
     let file = tempfile::NamedTempFile::new().unwrap();
     remove_redirect(file.path(), "eth0").unwrap();
+}
+
+#[test]
+fn an_interface_that_is_no_veth_passes_all_multicast_until_it_is_disconnected() {
+    let (pod, outside) = (Pod::new(), Pod::new());
+    pod.veth("eth0", &outside, "lan");
+    pod.veth(TAP, &outside, "guest");
+    let others = ["eth1", "eth2"].map(|name| {
+        netns::visit(&pod.netns(), || Ok(tap::create(name, 1).expect("this test needs /dev/net/tun")))
+            .unwrap()
+    });
+    let flags = |name| {
+        let flags = pod.inside(async |handle| link(&handle, name).await.header.flags);
+        (flags.contains(LinkFlags::Allmulti), name)
+    };
+    for (name, passes) in [("eth0", false), ("eth1", true), ("eth2", true)] {
+        let index = pod.inside(async |handle| index(&handle, name).await);
+        redirect::install(&pod.netns(), index, TAP, false).unwrap();
+        assert_eq!(flags(name), (passes, name));
+        redirect::uninstall(&pod.netns(), (name == "eth1").then_some(index), TAP).unwrap();
+        remove_redirect(&pod.path(), name).unwrap();
+        assert_eq!(flags(name), (false, name));
+    }
+    drop(others);
 }
 
 /// A name server at 127.0.0.11:53 in the pod: it answers a question with itself and `filling` bytes, and says nothing

@@ -10,7 +10,7 @@ use anyhow::{Context, Result, ensure};
 
 use super::Case;
 use crate::command::{Cmd, Finished, wait_until};
-use crate::ctr::{Host, Task};
+use crate::ctr::{Container, Host, Task};
 use crate::fixtures::{Replaced, digest, noise};
 use crate::network::{
     Bridge, GATEWAY, GATEWAY6, MTU, Namespace, address, address_in, address6, gateway, ip, mac,
@@ -36,6 +36,8 @@ pub(super) const CASES: &[Case] = &[
     Case::bulkhead("nothing_is_left_in_the_namespace_by_a_killed_shim", nothing_left_by_killed_shim),
     Case::both("three_interfaces_are_those_of_the_namespace", three_interfaces),
     Case::both("interfaces_come_and_go_while_it_runs", come_and_go),
+    Case::both("a_macvlan_passes_the_groups_that_a_container_joins", multicast),
+    Case::bulkhead("an_interface_whose_name_is_taken_comes_when_the_name_is_free", name_taken),
     Case::bulkhead("nine_interfaces_are_refused_by_name", nine_interfaces),
     Case::both("rules_and_tables_of_routes_are_those_of_the_namespace", policy_routing),
     Case::bulkhead("a_rule_that_a_guest_cannot_have_is_refused_by_name", refused_rule),
@@ -476,6 +478,72 @@ fn come_and_go(host: &Host) -> Result<()> {
     expect_same_state(&namespace, &before)
 }
 
+/// A container with the host's programs.
+fn with_hosts_programs<'h>(host: &'h Host, namespace: &Namespace) -> Container<'h> {
+    let mut container = namespace.container(host).flags(["--null-io"]);
+    for (source, place) in [("/usr", "/usr"), ("/usr/lib", "/lib"), ("/usr/lib64", "/lib64")] {
+        container = container.bind(Path::new(source), place, "rbind:ro");
+    }
+    container
+}
+
+/// Unlike a veth, a macvlan filters what is sent to groups.
+fn multicast(host: &Host) -> Result<()> {
+    const GROUP: &str = "239.77.1.2";
+    let outside = Namespace::new("eth0", &mac(31))?;
+    let namespace = Namespace::new("gone", &mac(32))?;
+    ip(&format!("-n {} link del gone", namespace.name()))?;
+    let parent = outside.host_end();
+    ip(&format!("link set {parent} up"))?;
+    ip(&format!("link add link {parent} name eth0 netns {} type macvlan mode bridge", namespace.name()))?;
+    for (namespace, number) in [(&outside, 1), (&namespace, 2)] {
+        ip(&format!("-n {} addr add 10.79.0.{number}/24 dev eth0", namespace.name()))?;
+        ip(&format!("-n {} link set eth0 up", namespace.name()))?;
+        ip(&format!("-n {} route add 239.0.0.0/8 dev eth0", namespace.name()))?;
+    }
+    let receive = format!(
+        "use Socket qw(:all); socket(S, PF_INET, SOCK_DGRAM, 0) and bind(S, sockaddr_in({PORT}, INADDR_ANY)) \
+         and setsockopt(S, IPPROTO_IP, IP_ADD_MEMBERSHIP, pack_ip_mreq(inet_aton('{GROUP}'))) or die; \
+         recv(S, $text, 100, 0); open(F, '>', '/tmp/text'); print F $text; close F; sleep 1000"
+    );
+    let send = format!(
+        "use Socket; socket(S, PF_INET, SOCK_DGRAM, 0); \
+         send(S, 'hello', 0, sockaddr_in({PORT}, inet_aton('{GROUP}'))) or die"
+    );
+    let task = with_hosts_programs(host, &namespace).detach(&["/usr/bin/perl", "-e", &receive])?;
+    wait_until("a datagram to the group", host.patience(ARRIVES), || {
+        let in_namespace = ["netns", "exec", outside.name(), "perl", "-e", &send];
+        Cmd::new("ip").args(in_namespace).run()?.succeeds()?;
+        Ok(task.exec(&["cat", "/tmp/text"])?.text() == "hello")
+    })
+}
+
+/// The container has a network namespace of its own in the guest, so a name can be free on the host and taken there.
+fn name_taken(host: &Host) -> Result<()> {
+    let bridge = Bridge::new()?;
+    let namespace = bridge.namespace(2)?;
+    let name = namespace.name();
+    let before = state_of(&namespace)?;
+    let task = namespace.container(host).flags(["--null-io", "--privileged"]).detach(&["sleep", "1000"])?;
+    task.exec(&["ip", "link", "add", "net1", "type", "dummy"])?.succeeds()?;
+    // More often than a guest has network cards. Each time eth0 shows that the guest has been told.
+    for mtu in 1290..1300 {
+        namespace.add("net1", 26)?;
+        ip(&format!("-n {name} link set eth0 mtu {mtu}"))?;
+        settles(host, &task, "cat /sys/class/net/eth0/mtu", &format!("{mtu}\n"))?;
+        ip(&format!("-n {name} link del net1"))?;
+    }
+    ip(&format!("-n {name} link set eth0 mtu {MTU}"))?;
+    namespace.add("net1", 26)?;
+    task.exec(&["ip", "link", "del", "net1"])?.succeeds()?;
+    // Nothing changes on the host from now on.
+    settles(host, &task, "cat /sys/class/net/net1/address", &format!("{}\n", mac(26)))?;
+    ping_from_host(&address_in(26))?;
+    ip(&format!("-n {name} link del net1"))?;
+    drop(task);
+    expect_same_state(&namespace, &before)
+}
+
 fn nine_interfaces(host: &Host) -> Result<()> {
     let namespace = Namespace::new("eth0", &mac(7))?;
     for number in 1..9 {
@@ -528,11 +596,7 @@ fn policy_routing(host: &Host) -> Result<()> {
     ] {
         ip(&format!("-n {name} {words}"))?;
     }
-    let mut container = namespace.container(host).flags(["--null-io"]);
-    for (source, place) in [("/usr", "/usr"), ("/usr/lib", "/lib"), ("/usr/lib64", "/lib64")] {
-        container = container.bind(Path::new(source), place, "rbind:ro");
-    }
-    let task = container.detach(&["sleep", "1000"])?;
+    let task = with_hosts_programs(host, &namespace).detach(&["sleep", "1000"])?;
     let seen = same_routing(host, &namespace, &task)?;
     ensure!(seen.contains(&format!("100:\tfrom {own} lookup 100")), "no such rule in {seen}");
     let way = ["/usr/bin/ip", "route", "get", "198.51.100.7", "from", &own];
