@@ -225,8 +225,8 @@ pub fn change(pidfd: BorrowedFd<'_>, change: &Change) -> Result<(), NetworkError
     apply(&socket, index, change)
 }
 
-/// Moves the card from the network namespace of the process `pidfd` to that of the agent, and leaves this thread in the
-/// former. Its addresses, routes and neighbours end with that.
+/// Moves the card from the network namespace of the process `pidfd` to that of the agent, if it is not there, and
+/// leaves this thread in one of them. Its addresses, routes and neighbours end with that.
 pub fn remove(pidfd: BorrowedFd<'_>, card: &[u8]) -> Result<(), NetworkError> {
     let name = || String::from("of a card");
     let reason = "the address of its card is not 6 bytes long";
@@ -236,6 +236,11 @@ pub fn remove(pidfd: BorrowedFd<'_>, card: &[u8]) -> Result<(), NetworkError> {
         move |source| NetworkError::Kernel { name, action, source }
     };
     let home = own_netns().map_err(failed("opening the agent's network namespace"))?;
+    let guest = Socket::open().map_err(failed("opening a netlink socket"))?;
+    // It never left, for example because the container has an interface of that name.
+    if guest.find(&card).map_err(failed("looking for the network card"))?.is_some() {
+        return Ok(());
+    }
     let entered = setns(pidfd, CloneFlags::CLONE_NEWNET).map_err(io::Error::from);
     entered.map_err(failed("entering the container's network namespace"))?;
     let socket = Socket::open().map_err(failed("opening a netlink socket"))?;

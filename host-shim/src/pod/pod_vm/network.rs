@@ -11,7 +11,10 @@ use bulkhead_agent_api::{
     agent::{ChangeNetworkRequest, ChangeRoutingRequest, ConfigureNetworkRequest, Ipv6, NetlinkMessage},
     relay,
 };
-use tokio::{task::AbortHandle, time::Instant};
+use tokio::{
+    task::AbortHandle,
+    time::{Instant, timeout},
+};
 use tracing::Instrument;
 
 use super::{PodVm, host_resources::HostResources};
@@ -36,6 +39,10 @@ use crate::{
 const LOGGED: u32 = 20;
 const LOG_WINDOW: Duration = Duration::from_secs(600);
 
+/// How long after a failure it is tried again: twice as long each time, up to the longest.
+const FIRST_PAUSE: Duration = Duration::from_secs(1);
+const LONGEST_PAUSE: Duration = Duration::from_secs(256);
+
 /// The network of a pod that has one.
 #[derive(Debug)]
 pub(super) struct Network {
@@ -59,10 +66,16 @@ enum Card {
     /// An interface of the host.
     Used {
         index: u32,
+        /// What the guest has of it. After a change that failed: all that it may have.
         description: Box<ConfigureNetworkRequest>,
+        /// Whether the guest has all of that.
+        is_known: bool,
     },
-    /// The guest did not do what it was asked to, so it is not known where the card is. It is connected with nothing.
-    Lost,
+    /// It is not known where the card is in the guest, or whether the guest has it, because something failed.
+    Lost {
+        /// The interface of the host with which it may be connected.
+        index: Option<u32>,
+    },
 }
 
 /// The task that follows the host, until this is dropped.
@@ -90,8 +103,8 @@ impl Network {
     /// The cards that are interfaces.
     fn used(&self) -> impl Iterator<Item = (CardNumber, u32, &ConfigureNetworkRequest)> {
         (0..).zip(&self.cards).filter_map(|(number, card)| match card {
-            Card::Used { index, description } => Some((CardNumber(number), *index, &**description)),
-            Card::Free | Card::Lost => None,
+            Card::Used { index, description, .. } => Some((CardNumber(number), *index, &**description)),
+            Card::Free | Card::Lost { .. } => None,
         })
     }
 
@@ -114,14 +127,37 @@ impl Network {
         gone.map(|(number, index, _)| (number, index)).collect()
     }
 
-    /// What has changed of the interface of a card.
-    fn changed(
-        &self,
+    /// Notes that the guest is about to get what has changed of the interface of a card, and returns that.
+    fn begin_change(
+        &mut self,
         index: u32,
         now: &ConfigureNetworkRequest,
     ) -> Option<(CardNumber, ChangeNetworkRequest)> {
-        let (number, _, before) = self.used().find(|(_, used, _)| *used == index)?;
-        (before != now).then(|| (number, change(before, now)))
+        for (number, card) in (0..).zip(&mut self.cards) {
+            match card {
+                Card::Used { index: used, description, is_known } if *used == index => {
+                    if *is_known && **description == *now {
+                        return None;
+                    }
+                    let change = change(description, *is_known, now);
+                    *is_known = false;
+                    add_possible(description, now);
+                    return Some((CardNumber(number), change));
+                }
+                _ => {}
+            }
+        }
+        None
+    }
+
+    /// Cards of which it is not known where they are, and the interfaces with which they may be connected.
+    fn lost(&self) -> Vec<(CardNumber, Option<u32>)> {
+        let lost = (0..).zip(&self.cards).filter_map(|(number, card)| match card {
+            // It may be connected with another card since.
+            Card::Lost { index } => Some((CardNumber(number), index.filter(|index| !self.has(*index)))),
+            Card::Free | Card::Used { .. } => None,
+        });
+        lost.collect()
     }
 
     fn has(&self, index: u32) -> bool {
@@ -134,27 +170,51 @@ fn only_in(these: &[NetlinkMessage], others: &[NetlinkMessage]) -> Vec<NetlinkMe
     these.iter().filter(|message| !others.contains(message)).cloned().collect()
 }
 
-/// Rules, and routes, that the guest may have after changes that failed. More are forgotten.
+/// What of each kind (addresses, routes, neighbours, rules) the guest may have after changes that failed. More is
+/// forgotten.
 const MOST_POSSIBLE: usize = 8192;
 
-/// What is to change so that the rules of `before` become those of `now`. If the guest may lack some of `before`, it
-/// adds all of `now`: what is there already is no error.
+/// Adds what the guest is asked to have now to what it may have.
+fn add_all(possible: &mut Vec<NetlinkMessage>, now: &[NetlinkMessage]) {
+    possible.extend(only_in(now, possible));
+    possible.truncate(MOST_POSSIBLE);
+}
+
+/// The same, of an interface.
+fn add_possible(possible: &mut ConfigureNetworkRequest, now: &ConfigureNetworkRequest) {
+    add_all(&mut possible.addresses, &now.addresses);
+    add_all(&mut possible.routes, &now.routes);
+    add_all(&mut possible.neighbours, &now.neighbours);
+    add_all(&mut possible.absent_routes, &now.absent_routes);
+}
+
+/// What of `now` the guest may lack. What it has already is no error when it is added.
+fn missing(now: &[NetlinkMessage], before: &[NetlinkMessage], is_known: bool) -> Vec<NetlinkMessage> {
+    if is_known { only_in(now, before) } else { now.to_vec() }
+}
+
+/// What is to change so that the rules of `before` become those of `now`. Unless it is known that the guest has
+/// all of `before`, it adds all of `now`.
 fn change_of_rules(before: &Policy, is_known: bool, now: &Policy) -> ChangeRoutingRequest {
-    let missing = |now: &[NetlinkMessage], before| if is_known { only_in(now, before) } else { now.to_vec() };
     ChangeRoutingRequest {
-        rules: missing(&now.rules, &before.rules),
-        routes: missing(&now.routes, &before.routes),
+        rules: missing(&now.rules, &before.rules, is_known),
+        routes: missing(&now.routes, &before.routes, is_known),
         removed_rules: only_in(&before.rules, &now.rules),
         removed_routes: only_in(&before.routes, &now.routes),
         ..Default::default()
     }
 }
 
-/// What is to change so that `before` becomes `now`.
-fn change(before: &ConfigureNetworkRequest, now: &ConfigureNetworkRequest) -> ChangeNetworkRequest {
+/// What is to change so that `before` becomes `now`. Unless it is known that the guest has all of `before`, it adds all
+/// of `now`.
+fn change(
+    before: &ConfigureNetworkRequest,
+    is_known: bool,
+    now: &ConfigureNetworkRequest,
+) -> ChangeNetworkRequest {
     let mut interface = now.clone();
-    interface.addresses = only_in(&now.addresses, &before.addresses);
-    interface.routes = only_in(&now.routes, &before.routes);
+    interface.addresses = missing(&now.addresses, &before.addresses, is_known);
+    interface.routes = missing(&now.routes, &before.routes, is_known);
     // The guest's kernel adds one for an address that is new, but not again for one that stays.
     let stay = now.addresses.iter().filter(|address| before.addresses.contains(address));
     let is_back =
@@ -163,14 +223,14 @@ fn change(before: &ConfigureNetworkRequest, now: &ConfigureNetworkRequest) -> Ch
     if before.up && now.up {
         interface.routes.splice(0..0, stay.filter_map(network::connected_route).filter(is_back));
     }
-    interface.neighbours = only_in(&now.neighbours, &before.neighbours);
+    interface.neighbours = missing(&now.neighbours, &before.neighbours, is_known);
     let mut change = ChangeNetworkRequest::new();
     change.interface = Some(interface).into();
     change.removed_addresses = only_in(&before.addresses, &now.addresses);
     change.removed_routes = only_in(&before.routes, &now.routes);
     change.removed_neighbours = only_in(&before.neighbours, &now.neighbours);
     let has_none = |interface: &ConfigureNetworkRequest| interface.ipv6 == Ipv6::IPV6_DISABLED.into();
-    change.switches_ipv6 = has_none(before) != has_none(now);
+    change.switches_ipv6 = !is_known || has_none(before) != has_none(now);
     change
 }
 
@@ -207,11 +267,11 @@ impl PodVm {
         Follows(tokio::spawn(task.in_current_span()).abort_handle())
     }
 
-    /// Has the guest follow what has changed of the pod's network. What cannot be done is logged.
-    async fn update_network(&self, guest: &Guest, log: &mut LogLimit) {
+    /// Has the guest follow what has changed of the pod's network. Returns what cannot be done.
+    async fn update_network(&self, guest: &Guest) -> Vec<TaskError> {
         let mut host = self.host.lock().await;
-        let Some(host) = host.as_mut() else { return };
-        let Some(network) = host.network.take() else { return };
+        let Some(host) = host.as_mut() else { return Vec::new() };
+        let Some(network) = host.network.take() else { return Vec::new() };
         let mut work = Work { pod: self, guest, network, host };
         let scan = network::scan(guest.vm.process(), work.operation()).await;
         let failed = match scan {
@@ -220,25 +280,40 @@ impl PodVm {
         };
         let Work { network, host, .. } = work;
         host.network = Some(network);
-        for error in failed {
-            if log.count(Instant::now()) != Logged::No {
-                tracing::warn!(
-                    error = chain(&error),
-                    "the guest does not have all of the pod's network that changed"
-                );
-            }
-        }
+        failed
     }
 }
 
-/// Follows the host's changes until the watch fails or the pod is no more.
+/// Follows the host's changes until the watch fails or the pod is no more. What cannot be done is logged and tried
+/// again: with the next change, and after a pause.
 async fn follow(pod: Weak<PodVm>, guest: &Guest, mut watch: Watch) -> io::Result<()> {
     let mut log = LogLimit::new(LOGGED, LOG_WINDOW);
+    let (mut last, mut pause) = (Vec::new(), None);
     loop {
-        watch.changed().await?;
+        let waited = match pause {
+            None => Ok(watch.changed().await),
+            Some(pause) => timeout(pause, watch.changed()).await,
+        };
+        if let Ok(changed) = waited {
+            changed?;
+            pause = None;
+        }
         let Some(pod) = pod.upgrade() else { return Ok(()) };
-        pod.update_network(guest, &mut log).await;
+        let failed = pod.update_network(guest).await;
+        let failed: Vec<_> = failed.iter().map(|error| chain(error)).collect();
+        pause = pause_after(pause, !failed.is_empty());
+        for error in failed.iter().filter(|error| !last.contains(*error)) {
+            if log.count(Instant::now()) != Logged::No {
+                tracing::warn!(error, "the guest does not have all of the pod's network that changed");
+            }
+        }
+        last = failed;
     }
+}
+
+/// How long to wait until all is tried again, after the pause before. None: until something changes.
+fn pause_after(before: Option<Duration>, has_failed: bool) -> Option<Duration> {
+    has_failed.then(|| before.map_or(FIRST_PAUSE, |before| (before * 2).min(LONGEST_PAUSE)))
 }
 
 /// Work on the network of a pod.
@@ -281,8 +356,11 @@ impl Work<'_> {
 
     /// An error: the agent does not answer.
     async fn try_to_follow(&mut self, scan: Scan, failed: &mut Vec<TaskError>) -> Result<(), TaskError> {
-        for (number, index) in self.network.vanished(&scan) {
+        for (number, index) in self.network.lost() {
             failed.extend(unless_silent(self.remove(number, index).await)?);
+        }
+        for (number, index) in self.network.vanished(&scan) {
+            failed.extend(unless_silent(self.remove(number, Some(index)).await)?);
         }
         let changed = match scan.policy {
             Ok(policy) => self.change_rules(policy).await,
@@ -329,7 +407,7 @@ impl Work<'_> {
             passes_replies,
         };
         // Nobody waits for this any more if the VM ends. Then the card is of no use to anybody.
-        self.network.set(card, Card::Lost);
+        self.network.set(card, Card::Lost { index: None });
         let vmm = self.guest.vm.process();
         let operation = self.pod.pending.begin(&self.pod.settings.id);
         let connected = network::connect(vmm, connection, &mut self.host.journal, operation).await;
@@ -343,12 +421,12 @@ impl Work<'_> {
         description.card = card.address().into();
         let configured =
             self.guest.agent.configure_network(&self.network.container, description.clone()).await;
-        self.network.set(card, Card::Used { index, description: Box::new(description) });
         if let Err(error) = configured {
             // The container may have the card or not.
-            _ = self.remove(card, index).await;
+            _ = self.remove(card, Some(index)).await;
             return Err(error.into());
         }
+        self.network.set(card, Card::Used { index, description: Box::new(description), is_known: true });
         Ok(())
     }
 
@@ -359,14 +437,14 @@ impl Work<'_> {
         }
         let count = self.network.cards.len();
         let Some(number) = u8::try_from(count).ok().filter(|_| count < MOST) else {
-            let lost = self.network.cards.iter().filter(|card| **card == Card::Lost).count();
+            let lost = self.network.cards.iter().filter(|card| matches!(card, Card::Lost { .. })).count();
             return Err(NetworkError::CardsLost { name: name.into(), lost }.into());
         };
         let card = CardNumber(number);
         let queues = bulkhead_vmm_api::queues(self.host.vcpus.count());
         let tap = network::make_tap(self.guest.vm.process(), card, queues, self.operation()).await?;
         // If nobody waits for this any more, the VMM may have it.
-        self.network.cards.push(Card::Lost);
+        self.network.cards.push(Card::Lost { index: None });
         let attached = self.guest.vm.control().attach_nic(card.mac(), &tap).await;
         if matches!(attached, Err(AttachError::Refused(_))) {
             self.network.cards.pop();
@@ -385,9 +463,9 @@ impl Work<'_> {
         let mut description = described?;
         let card = self.network.used().find(|(_, used, _)| *used == index).map(|(card, ..)| card);
         description.card = card.map(|card| card.address().into()).unwrap_or_default();
-        let Some((card, change)) = self.network.changed(index, &description) else { return Ok(()) };
+        let Some((card, change)) = self.network.begin_change(index, &description) else { return Ok(()) };
         self.guest.agent.change_network(&self.network.container, change).await?;
-        self.network.set(card, Card::Used { index, description: Box::new(description) });
+        self.network.set(card, Card::Used { index, description: Box::new(description), is_known: true });
         Ok(())
     }
 
@@ -400,19 +478,18 @@ impl Work<'_> {
         let change = change_of_rules(before, *is_policy_known, &policy);
         // Until the guest has answered, it may have any of both.
         *is_policy_known = false;
-        for (possible, wanted) in [(&mut before.rules, &policy.rules), (&mut before.routes, &policy.routes)] {
-            possible.extend(only_in(wanted, possible));
-            possible.truncate(MOST_POSSIBLE);
-        }
+        add_all(&mut before.rules, &policy.rules);
+        add_all(&mut before.routes, &policy.routes);
         self.guest.agent.change_routing(container, change).await?;
         (*before, *is_policy_known) = (policy, true);
         Ok(())
     }
 
-    /// Disconnects the interface of this index, which may be gone, and takes its card from the container.
-    async fn remove(&mut self, card: CardNumber, index: u32) -> Result<(), TaskError> {
-        self.network.set(card, Card::Lost);
-        self.disconnect(Some(index), card).await?;
+    /// Disconnects a card, and the interface of this index, which may be gone, and takes the card from the container.
+    async fn remove(&mut self, card: CardNumber, index: Option<u32>) -> Result<(), TaskError> {
+        self.network.set(card, Card::Lost { index });
+        self.disconnect(index, card).await?;
+        self.network.set(card, Card::Lost { index: None });
         self.guest.agent.remove_network(&self.network.container, card.address()).await?;
         self.network.set(card, Card::Free);
         Ok(())
@@ -463,6 +540,10 @@ mod tests {
         description
     }
 
+    fn used(index: u32, description: &ConfigureNetworkRequest) -> Card {
+        Card::Used { index, description: Box::new(description.clone()), is_known: true }
+    }
+
     fn found(index: u32, name: &str) -> Found {
         Found { index, name: name.into(), described: Ok(description(name, &[])) }
     }
@@ -470,16 +551,48 @@ mod tests {
     #[test]
     fn only_what_differs_is_changed() {
         let (before, now) = (description("eth0", &["a", "b"]), description("eth0", &["b", "c"]));
-        let change = change(&before, &now);
-        assert_eq!(
-            (change.removed_routes, &change.interface.routes),
-            (vec![message("a")], &vec![message("c")])
-        );
         let mut network = Network::new("demo");
-        network.cards = vec![Card::Free, Card::Used { index: 7, description: Box::new(before.clone()) }];
-        assert_eq!(network.changed(7, &before), None);
-        assert_eq!(network.changed(8, &now), None);
-        assert_eq!(network.changed(7, &now).unwrap().0, CardNumber(1));
+        network.cards = vec![Card::Free, used(7, &before)];
+        assert_eq!(network.begin_change(7, &before), None);
+        assert_eq!(network.begin_change(8, &now), None);
+        let (card, change) = network.begin_change(7, &now).unwrap();
+        assert_eq!(card, CardNumber(1));
+        let routes = |change: &ChangeNetworkRequest| {
+            let what = |messages: &[NetlinkMessage]| -> Vec<_> {
+                messages.iter().map(|message| message.what.clone()).collect()
+            };
+            (what(&change.removed_routes), what(&change.interface.routes), change.switches_ipv6)
+        };
+        assert_eq!(routes(&change), (vec!["a".into()], vec!["c".into()], false));
+        // It has failed: the guest may have what was tried, or not, or a part of it.
+        let again = network.begin_change(7, &now).unwrap().1;
+        assert_eq!(routes(&again), (vec!["a".into()], vec!["b".into(), "c".into()], true));
+        // Also if the host has changed it back.
+        let back = network.begin_change(7, &before).unwrap().1;
+        assert_eq!(routes(&back), (vec!["c".into()], vec!["a".into(), "b".into()], true));
+        network.set(card, used(7, &before));
+        assert_eq!(network.begin_change(7, &before), None);
+    }
+
+    #[test]
+    fn a_lost_card_is_not_taken_from_the_interface_of_another() {
+        let mut network = Network::new("demo");
+        let lost = |index| Card::Lost { index };
+        network.cards =
+            vec![Card::Free, lost(Some(5)), lost(Some(6)), used(6, &description("eth0", &[])), lost(None)];
+        let expected = [(CardNumber(1), Some(5)), (CardNumber(2), None), (CardNumber(4), None)];
+        assert_eq!(network.lost(), expected);
+    }
+
+    #[test]
+    fn pauses_grow_and_end_with_success() {
+        let mut pauses = vec![None];
+        for _ in 0..10 {
+            pauses.push(pause_after(*pauses.last().unwrap(), true));
+        }
+        let seconds: Vec<_> = pauses.iter().flatten().map(Duration::as_secs).collect();
+        assert_eq!(seconds, [1, 2, 4, 8, 16, 32, 64, 128, 256, 256]);
+        assert_eq!(pause_after(Some(LONGEST_PAUSE), false), None);
     }
 
     #[test]
@@ -504,25 +617,25 @@ mod tests {
         let mut now = description("eth0", &[]);
         (now.addresses, now.up) = (vec![address.clone()], true);
         let before = ConfigureNetworkRequest { absent_routes: vec![route.clone()], ..now.clone() };
-        assert_eq!(change(&before, &now).interface.routes, std::slice::from_ref(&route));
+        assert_eq!(change(&before, true, &now).interface.routes, std::slice::from_ref(&route));
         // While it is down there are none, and the kernel adds them when it comes up.
         let down = ConfigureNetworkRequest { absent_routes: Vec::new(), up: false, ..now.clone() };
-        assert!(change(&before, &down).interface.routes.is_empty());
-        assert!(change(&down, &now).interface.routes.is_empty());
+        assert!(change(&before, true, &down).interface.routes.is_empty());
+        assert!(change(&down, true, &now).interface.routes.is_empty());
         // It goes again, and the agent removes what is absent.
-        assert!(change(&now, &before).interface.routes.is_empty());
-        assert_eq!(change(&now, &before).interface.absent_routes, [route]);
+        assert!(change(&now, true, &before).interface.routes.is_empty());
+        assert_eq!(change(&now, true, &before).interface.absent_routes, [route]);
         // The guest's kernel adds that of an address that is new, and none for one that has gone.
         let without = ConfigureNetworkRequest { addresses: Vec::new(), ..before.clone() };
-        assert!(change(&without, &now).interface.routes.is_empty());
-        assert!(change(&before, &description("eth0", &[])).interface.routes.is_empty());
+        assert!(change(&without, true, &now).interface.routes.is_empty());
+        assert!(change(&before, true, &description("eth0", &[])).interface.routes.is_empty());
     }
 
     #[test]
     fn an_interface_of_another_name_is_another() {
         let mut network = Network::new("demo");
-        let used = |index, name| Card::Used { index, description: Box::new(description(name, &[])) };
-        network.cards = vec![used(5, "eth0"), Card::Lost, used(6, "eth1"), used(7, "eth2")];
+        let used = |index, name| used(index, &description(name, &[]));
+        network.cards = vec![used(5, "eth0"), Card::Lost { index: None }, used(6, "eth1"), used(7, "eth2")];
         let mut refused = found(5, "eth0");
         refused.described = Err(NetworkError::NoEthernet { name: "eth0".into() });
         let interfaces = vec![refused, found(7, "renamed")];
