@@ -15,7 +15,7 @@ use crate::bench::boot::{KERNEL, QEMU};
 use crate::cases::programs::PATH;
 use crate::command::{Cmd, Running, wait_until};
 use crate::fixtures::scratch;
-use crate::network::{Bridge, GATEWAY, MTU, Tap, address, mac};
+use crate::network::{Bridge, GATEWAY, MTU, Namespace, Tap, address, ip, mac};
 
 /// `cargo xtask bench io` brings it along: the host has QEMU, and not this.
 const VIRTIOFSD: &str = "/usr/lib/bulkhead/tests/virtiofsd";
@@ -32,7 +32,7 @@ const KERNEL_ARGS: &str = "console=ttyS0 quiet root=root rootfstype=virtiofs rw 
 pub(super) struct Guest {
     qemu: Running,
     _servers: [Running; 2],
-    _tap: Tap,
+    _network: (Namespace, Tap),
     _sockets: TempDir,
 }
 
@@ -60,9 +60,10 @@ impl Guest {
         let sockets = scratch()?;
         let at = |name: &str| sockets.path().join(name);
         let servers = [virtiofsd(&at("root"), &root)?, virtiofsd(&at("data"), place.volume.path())?];
-        let tap = bridge.tap()?;
+        let (namespace, tap) = pod_network(bridge, place.number)?;
         let vcpus = available_parallelism()?;
-        let qemu = Cmd::new(QEMU)
+        let qemu = Cmd::new("ip")
+            .args(["netns", "exec", namespace.name(), QEMU])
             .args(["-M", "microvm,acpi=off,pit=off,pic=off,rtc=off,x-option-roms=off,memory-backend=memory"])
             .args(["-accel", "kvm", "-cpu", "host", "-nodefaults", "-no-user-config", "-display", "none"])
             .args(["-no-reboot", "-smp", &vcpus.to_string(), "-m", &format!("{memory_mib}M")])
@@ -79,7 +80,7 @@ impl Guest {
             .args(["-device", "virtio-blk-device,drive=disk"])
             .limit(limit)
             .start()?;
-        let guest = Self { qemu, _servers: servers, _tap: tap, _sockets: sockets };
+        let guest = Self { qemu, _servers: servers, _network: (namespace, tap), _sockets: sockets };
         guest.qemu.wait_for(READY)?;
         Ok(guest)
     }
@@ -98,6 +99,24 @@ impl Guest {
     pub(super) fn virtiofsd_version() -> Result<String> {
         Ok(Cmd::new(VIRTIOFSD).args(["--version"]).run()?.succeeds()?.text().trim().to_owned())
     }
+}
+
+/// A network namespace as a CNI plugin makes it, with an interface on the bridge and QEMU's tap device. Packets go from
+/// one to the other as they do for Bulkhead.
+fn pod_network(bridge: &Bridge, number: u8) -> Result<(Namespace, Tap)> {
+    let (namespace, tap) = (bridge.namespace(number)?, bridge.tap()?);
+    let (netns, name) = (namespace.name(), tap.name());
+    ip(&format!("link set {name} nomaster netns {netns}"))?;
+    ip(&format!("-n {netns} link set {name} up"))?;
+    for (from, to) in [(name, "eth0"), ("eth0", name)] {
+        let tc = |words: &str| {
+            Cmd::new("tc").args(["-n", netns]).args(words.split_whitespace()).run()?.succeeds().map(drop)
+        };
+        tc(&format!("qdisc add dev {from} ingress"))?;
+        let all = "protocol all u32 match u8 0 0";
+        tc(&format!("filter add dev {from} parent ffff: {all} action mirred egress redirect dev {to}"))?;
+    }
+    Ok((namespace, tap))
 }
 
 /// Serves a directory, for one connection to this socket.

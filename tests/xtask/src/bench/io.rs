@@ -54,7 +54,9 @@ Three run all the time: a container of runc, a container of Bulkhead, and a gues
 QEMU's guest has the kernel of Bulkhead's guests, as many vCPUs as the host has processors, and the memory of Bulkhead's
 pod. Its machine is microvm, whose devices are on virtio-mmio, and not on a PCI bus as Bulkhead's. Debian's virtiofsd
 serves its root and its volume, in its default cache mode, *auto*. Its network card is virtio-net without vhost, and its
-block volume is virtio-blk, both with QEMU's defaults.
+block volume is virtio-blk, both with QEMU's defaults. All three have the network of a pod, as a CNI plugin makes it: a
+network namespace with an interface (veth) on a bridge. QEMU's tap is connected with this interface as Bulkhead's is,
+and as Kata Containers does it: by redirects of tc(8). Until 2026-11-27 QEMU's tap was on the bridge itself.
 
 The root of each is a snapshot of an image, whose written files are in memory. The volume is a directory of the host's
 disk. The block volume is a loop device of the host, whose file is in memory; O_DIRECT keeps the cache of the container
