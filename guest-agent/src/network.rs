@@ -225,8 +225,8 @@ pub fn change(pidfd: BorrowedFd<'_>, change: &Change) -> Result<(), NetworkError
     apply(&socket, index, change)
 }
 
-/// Moves the card from the network namespace of the process `pidfd` to that of the agent, if it is not there, and
-/// leaves this thread in one of them. Its addresses, routes and neighbours end with that.
+/// Moves the card from the network namespace of the process `pidfd` to that of the agent, and leaves this thread in the
+/// former. Its addresses, routes and neighbours end with that. It is no error if the card is there already.
 pub fn remove(pidfd: BorrowedFd<'_>, card: &[u8]) -> Result<(), NetworkError> {
     let name = || String::from("of a card");
     let reason = "the address of its card is not 6 bytes long";
@@ -237,15 +237,15 @@ pub fn remove(pidfd: BorrowedFd<'_>, card: &[u8]) -> Result<(), NetworkError> {
     };
     let home = own_netns().map_err(failed("opening the agent's network namespace"))?;
     let guest = Socket::open().map_err(failed("opening a netlink socket"))?;
-    // It never left, for example because the container has an interface of that name.
-    if guest.find(&card).map_err(failed("looking for the network card"))?.is_some() {
-        return Ok(());
-    }
     let entered = setns(pidfd, CloneFlags::CLONE_NEWNET).map_err(io::Error::from);
     entered.map_err(failed("entering the container's network namespace"))?;
     let socket = Socket::open().map_err(failed("opening a netlink socket"))?;
-    let index = socket.find(&card).map_err(failed("looking for the network card"))?;
-    let index = index.ok_or_else(|| NetworkError::NoCard { name: name(), card })?;
+    let looking = || failed("looking for the network card");
+    let Some(index) = socket.find(&card).map_err(looking())? else {
+        // It never left, for example because the container has an interface of that name.
+        let is_at_home = cards::find(&guest, &card).map_err(looking())?.is_some();
+        return if is_at_home { Ok(()) } else { Err(NetworkError::NoCard { name: name(), card }) };
+    };
     // A name that no other interface there has.
     let [.., number] = card;
     let moved = LinkMessage::new(index).name(&format!("card{number}")).netns(home.as_raw_fd());

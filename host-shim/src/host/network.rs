@@ -19,6 +19,7 @@ mod watch;
 use std::{
     fs::File,
     io,
+    os::fd::OwnedFd,
     path::{Path, PathBuf},
 };
 
@@ -83,7 +84,7 @@ pub(crate) enum NetworkError {
     Namespace { path: PathBuf, source: io::Error },
     #[error("the pod's network namespace has the interfaces {names}; at most {MOST} are supported")]
     TooMany { names: String },
-    #[error("interface {name}: there is no network card for it, as the guest keeps {lost} that are not used")]
+    #[error("interface {name}: there is no network card for it: the guest did not give {lost} back")]
     CardsLost { name: String, lost: usize },
     #[error("interface {name} is not an Ethernet interface; only Ethernet is supported")]
     NoEthernet { name: String },
@@ -224,6 +225,16 @@ pub(crate) async fn disconnect(
         (cut, operation).0
     };
     blocking::run(cut, drop).await.map_err(broken)?
+}
+
+/// Has an interface pass on packets to all multicast groups until the socket is closed. None: it does so anyway.
+pub(crate) async fn pass_multicast(
+    vmm: ProcessId,
+    index: u32,
+    operation: impl Send + 'static,
+) -> Result<Option<OwnedFd>, NetworkError> {
+    let pass = move || (inside(vmm).and_then(|inside| redirect::pass_multicast(&inside, index)), operation).0;
+    blocking::run(pass, drop).await.map_err(broken)?
 }
 
 /// Lets the answers to docker's name server through, which was started after these interfaces were connected.

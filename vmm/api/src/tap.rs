@@ -1,13 +1,17 @@
 //! Tap devices as the VMM's network devices need them. Both the VMM and its client make them: the VMM those of its
-//! configuration, before it is in its jail, and the client those that it attaches later.
+//! configuration, before it is in its jail, and the client those that it attaches later. And what the client needs of
+//! an interface whose packets it redirects to one.
 //!
-//! This is unsafe because no safe functions exist for the ioctls of tap devices.
+//! This is unsafe because no safe functions exist for the ioctls of tap devices, and for this option of a socket.
 
 use std::{
     ffi::{c_int, c_ulong},
     fs::File,
     io,
-    os::{fd::AsRawFd, unix::fs::OpenOptionsExt},
+    os::{
+        fd::{AsRawFd, FromRawFd, OwnedFd},
+        unix::fs::OpenOptionsExt,
+    },
 };
 
 /// Bytes of `struct virtio_net_hdr` with `num_buffers`, which precedes every packet (virtio 1.3, 5.1.6).
@@ -55,6 +59,29 @@ pub fn set_attached(queue: &impl AsRawFd, is_attached: bool) -> io::Result<()> {
     let request = Request { flags: flags as i16, ..Request::default() };
     // SAFETY: TUNSETQUEUE reads a `struct ifreq`, and `request` has its layout.
     check(unsafe { libc::ioctl(queue.as_raw_fd(), libc::TUNSETQUEUE as c_ulong, &raw const request) })
+}
+
+/// Has the interface `index` of this thread's network namespace pass on packets to all multicast groups, and not only
+/// to those that the host has joined, until the socket that is returned is closed (packet(7), PACKET_MR_ALLMULTI).
+/// Others who ask for that, or stop doing so, are not disturbed. The socket receives nothing.
+pub fn pass_all_multicast(index: u32) -> io::Result<OwnedFd> {
+    let index = c_int::try_from(index).map_err(|_| io::ErrorKind::InvalidInput)?;
+    // SAFETY: the arguments are numbers.
+    let socket = unsafe { libc::socket(libc::AF_PACKET, libc::SOCK_RAW | libc::SOCK_CLOEXEC, 0) };
+    check(socket)?;
+    // SAFETY: socket(2) has just made this descriptor, and nobody else knows it.
+    let socket = unsafe { OwnedFd::from_raw_fd(socket) };
+    let request = libc::packet_mreq {
+        mr_ifindex: index,
+        mr_type: libc::PACKET_MR_ALLMULTI as u16,
+        mr_alen: 0,
+        mr_address: [0; 8],
+    };
+    let len = size_of_val(&request) as libc::socklen_t;
+    let (level, name) = (libc::SOL_PACKET, libc::PACKET_ADD_MEMBERSHIP);
+    // SAFETY: the value of PACKET_ADD_MEMBERSHIP is a `struct packet_mreq` of this length.
+    check(unsafe { libc::setsockopt(socket.as_raw_fd(), level, name, (&raw const request).cast(), len) })?;
+    Ok(socket)
 }
 
 fn check(result: c_int) -> io::Result<()> {

@@ -6,17 +6,18 @@
 //! interface keeps its name, its addresses and the CNI's settings of its peer.
 //!
 //! The host does not know which multicast groups the guest joins. A veth passes on all of them. Any other interface,
-//! such as a macvlan, is told to do so.
+//! such as a macvlan, is told to do so, by a socket that the shim keeps.
 
 use std::{
     fs::{self, File},
     io,
+    os::fd::OwnedFd,
     path::Path,
     thread::sleep,
     time::{Duration, Instant},
 };
 
-use bulkhead_vmm_api::MOST_QUEUES;
+use bulkhead_vmm_api::{MOST_QUEUES, tap::pass_all_multicast};
 use futures::TryStreamExt;
 use nix::{
     errno::Errno::{self, EBUSY, EEXIST, EINVAL, ENODEV, ENOENT},
@@ -27,7 +28,7 @@ use rtnetlink::{
     packet_core::Nla,
     packet_route::{
         RouteNetlinkMessage,
-        link::{InfoData, InfoKind, InfoTun, LinkAttribute, LinkFlags, LinkInfo, LinkMessage},
+        link::{InfoData, InfoKind, InfoTun, LinkAttribute, LinkInfo, LinkMessage},
         tc::{TcAttribute, TcHandle, TcMessage},
     },
 };
@@ -67,9 +68,6 @@ pub(super) fn install(netns: &File, index: u32, tap: &str, passes_replies: bool)
         }
         let up = LinkUnspec::new_with_index(tap_index).up().build();
         handle.link().set(up).execute().await.map_err(refused(format!("bringing {tap} up")))?;
-        set_multicast(&handle, index, true)
-            .await
-            .map_err(refused(format!("passing multicast of {index}")))?;
         for (from, to) in [(tap_index, index), (index, tap_index)] {
             redirect(&handle, from, to).await.map_err(refused(format!("redirecting {from} to {to}")))?;
         }
@@ -103,14 +101,17 @@ async fn save_memory(handle: &Handle, tap: &LinkMessage) -> Result<(), rtnetlink
     }
 }
 
-/// Has an interface that is no veth pass on packets to all multicast groups, or to the host's own ones alone.
-async fn set_multicast(handle: &Handle, index: u32, all: bool) -> Result<(), rtnetlink::Error> {
-    let link = found(handle.link().get().match_index(index)).await?;
-    let is_veth = info(&link).any(|info| *info == LinkInfo::Kind(InfoKind::Veth));
-    if is_veth || link.header.flags.contains(LinkFlags::Allmulti) == all {
-        return Ok(());
-    }
-    handle.link().set(LinkUnspec::new_with_index(index).allmulticast(all).build()).execute().await
+/// Has the interface `index` in a network namespace pass on packets to all multicast groups until the socket is closed.
+/// None: it does so anyway. Blocks.
+pub(super) fn pass_multicast(netns: &File, index: u32) -> Result<Option<OwnedFd>, NetworkError> {
+    netns::inside(netns, async |handle| {
+        let asked = format!("having the interface {index} pass on multicast");
+        let link = found(handle.link().get().match_index(index)).await.map_err(refused(&asked))?;
+        if info(&link).any(|info| *info == LinkInfo::Kind(InfoKind::Veth)) {
+            return Ok(None);
+        }
+        pass_all_multicast(index).map(Some).map_err(failed(asked))
+    })
 }
 
 fn info(link: &LinkMessage) -> impl Iterator<Item = &LinkInfo> {
@@ -170,7 +171,7 @@ pub(super) fn uninstall(netns: &File, index: Option<u32>, tap: &str) -> Result<(
             }
         }
         match index {
-            Some(index) => remove_from_interface(&handle, index, &format!("the interface {index}")).await,
+            Some(index) => remove_all(&handle, index, &format!("the interface {index}")).await,
             None => Ok(()),
         }
     })
@@ -193,17 +194,8 @@ pub(crate) fn remove(path: &Path, name: &str) -> Result<(), NetworkError> {
             Err(e) if is_gone(&e) => return Ok(()),
             other => other.map_err(refused(format!("looking for {name}")))?.header.index,
         };
-        remove_from_interface(&handle, index, name).await
+        remove_all(&handle, index, name).await
     })
-}
-
-/// Removes what [`install`] did to an interface. It may be gone.
-async fn remove_from_interface(handle: &Handle, index: u32, name: &str) -> Result<(), NetworkError> {
-    remove_all(handle, index, name).await?;
-    match set_multicast(handle, index, false).await {
-        Err(e) if is_gone(&e) => Ok(()),
-        other => other.map_err(refused(format!("no longer passing multicast of {name}"))),
-    }
 }
 
 /// Removes the ingress qdisc of an interface and the redirects from it. It may be gone.
@@ -262,7 +254,7 @@ fn is_gone(error: &rtnetlink::Error) -> bool {
     [ENODEV, EINVAL, ENOENT].iter().any(|errno| is(error, *errno))
 }
 
-fn is(error: &rtnetlink::Error, errno: Errno) -> bool {
+pub(super) fn is(error: &rtnetlink::Error, errno: Errno) -> bool {
     let rtnetlink::Error::NetlinkError(message) = error else { return false };
     message.raw_code() == -(errno as i32)
 }

@@ -7,6 +7,7 @@
 //! IP stack, so it does not track them. It is asked about packets from port 53 only, so nothing else becomes slower.
 
 use futures::StreamExt;
+use nix::errno::Errno::EEXIST;
 use nix::libc::{ETH_P_ARP, ETH_P_IP, ETH_P_IPV6, IPPROTO_ICMPV6, IPPROTO_TCP, IPPROTO_UDP};
 use rtnetlink::{
     Error, Handle,
@@ -23,7 +24,7 @@ use rtnetlink::{
     },
 };
 
-use super::redirect::INGRESS;
+use super::redirect::{INGRESS, is};
 
 const DNS: u16 = 53;
 /// ARP: the operation of an answer (RFC 826).
@@ -109,8 +110,12 @@ fn filter(
     message
 }
 
+/// Adds a filter, unless it is there from an earlier attempt.
 async fn add(handle: &Handle, filter: TcMessage) -> Result<(), Error> {
-    create(handle, RouteNetlinkMessage::NewTrafficFilter(filter)).await
+    match create(handle, RouteNetlinkMessage::NewTrafficFilter(filter)).await {
+        Err(error) if is(&error, EEXIST) => Ok(()),
+        other => other,
+    }
 }
 
 /// Creates what the message describes, which must not exist yet.

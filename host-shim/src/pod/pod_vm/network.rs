@@ -3,6 +3,7 @@
 
 use std::{
     io,
+    os::fd::OwnedFd,
     sync::{Arc, Weak},
     time::Duration,
 };
@@ -39,8 +40,10 @@ use crate::{
 const LOGGED: u32 = 20;
 const LOG_WINDOW: Duration = Duration::from_secs(600);
 
-/// How long after a failure it is tried again: twice as long each time, up to the longest.
+/// How long after a failure it is tried again: twice as long each time, up to the longest. An agent that does not answer
+/// keeps the shim from other work for the time that it is waited for.
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
+const PAUSE_AFTER_SILENCE: Duration = Duration::from_secs(64);
 const LONGEST_PAUSE: Duration = Duration::from_secs(256);
 
 /// The network of a pod that has one.
@@ -60,22 +63,31 @@ pub(super) struct Network {
 }
 
 /// A network card of the guest.
-#[derive(Debug, PartialEq)]
+#[derive(Debug)]
 enum Card {
     Free,
     /// An interface of the host.
     Used {
         index: u32,
-        /// What the guest has of it. After a change that failed: all that it may have.
+        /// What the guest has of it.
         description: Box<ConfigureNetworkRequest>,
-        /// Whether the guest has all of that.
-        is_known: bool,
+        /// A change has failed since that was so. The description is all that the guest may have now.
+        failed: Option<FailedChange>,
+        /// As long as it exists, the interface passes on packets to all multicast groups.
+        _multicast: Option<OwnedFd>,
     },
     /// It is not known where the card is in the guest, or whether the guest has it, because something failed.
     Lost {
         /// The interface of the host with which it may be connected.
         index: Option<u32>,
     },
+}
+
+/// What is not known of an interface after changes that failed.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct FailedChange {
+    /// Whether the guest's interface has IPv6.
+    switched_ipv6: bool,
 }
 
 /// The task that follows the host, until this is dropped.
@@ -127,7 +139,8 @@ impl Network {
         gone.map(|(number, index, _)| (number, index)).collect()
     }
 
-    /// Notes that the guest is about to get what has changed of the interface of a card, and returns that.
+    /// What the guest has to change if the interface of a card is `now`. Until [`Self::end_change`] is called, the
+    /// change counts as one that failed.
     fn begin_change(
         &mut self,
         index: u32,
@@ -135,12 +148,12 @@ impl Network {
     ) -> Option<(CardNumber, ChangeNetworkRequest)> {
         for (number, card) in (0..).zip(&mut self.cards) {
             match card {
-                Card::Used { index: used, description, is_known } if *used == index => {
-                    if *is_known && **description == *now {
+                Card::Used { index: used, description, failed, .. } if *used == index => {
+                    if failed.is_none() && **description == *now {
                         return None;
                     }
-                    let change = change(description, *is_known, now);
-                    *is_known = false;
+                    let change = change(description, *failed, now);
+                    *failed = Some(FailedChange { switched_ipv6: change.switches_ipv6 });
                     add_possible(description, now);
                     return Some((CardNumber(number), change));
                 }
@@ -150,7 +163,14 @@ impl Network {
         None
     }
 
-    /// Cards of which it is not known where they are, and the interfaces with which they may be connected.
+    /// What was begun has succeeded.
+    fn end_change(&mut self, number: CardNumber, now: ConfigureNetworkRequest) {
+        if let Some(Card::Used { description, failed, .. }) = self.cards.get_mut(usize::from(number.0)) {
+            (**description, *failed) = (now, None);
+        }
+    }
+
+    /// Cards whose place in the guest is not known, and the interfaces with which they may be connected.
     fn lost(&self) -> Vec<(CardNumber, Option<u32>)> {
         let lost = (0..).zip(&self.cards).filter_map(|(number, card)| match card {
             // It may be connected with another card since.
@@ -209,9 +229,10 @@ fn change_of_rules(before: &Policy, is_known: bool, now: &Policy) -> ChangeRouti
 /// of `now`.
 fn change(
     before: &ConfigureNetworkRequest,
-    is_known: bool,
+    failed: Option<FailedChange>,
     now: &ConfigureNetworkRequest,
 ) -> ChangeNetworkRequest {
+    let is_known = failed.is_none();
     let mut interface = now.clone();
     interface.addresses = missing(&now.addresses, &before.addresses, is_known);
     interface.routes = missing(&now.routes, &before.routes, is_known);
@@ -220,7 +241,7 @@ fn change(
     let is_back =
         |route: &NetlinkMessage| before.absent_routes.contains(route) && !now.absent_routes.contains(route);
     // When an interface comes up, the kernel adds them by itself, and while it is down it refuses them.
-    if before.up && now.up {
+    if (before.up || !is_known) && now.up {
         interface.routes.splice(0..0, stay.filter_map(network::connected_route).filter(is_back));
     }
     interface.neighbours = missing(&now.neighbours, &before.neighbours, is_known);
@@ -230,7 +251,8 @@ fn change(
     change.removed_routes = only_in(&before.routes, &now.routes);
     change.removed_neighbours = only_in(&before.neighbours, &now.neighbours);
     let has_none = |interface: &ConfigureNetworkRequest| interface.ipv6 == Ipv6::IPV6_DISABLED.into();
-    change.switches_ipv6 = !is_known || has_none(before) != has_none(now);
+    let may_be_switched = failed.is_some_and(|failed| failed.switched_ipv6);
+    change.switches_ipv6 = may_be_switched || has_none(before) != has_none(now);
     change
 }
 
@@ -300,8 +322,11 @@ async fn follow(pod: Weak<PodVm>, guest: &Guest, mut watch: Watch) -> io::Result
         }
         let Some(pod) = pod.upgrade() else { return Ok(()) };
         let failed = pod.update_network(guest).await;
+        pause = pause_after(pause, &failed);
         let failed: Vec<_> = failed.iter().map(|error| chain(error)).collect();
-        pause = pause_after(pause, !failed.is_empty());
+        if failed.is_empty() && !last.is_empty() {
+            tracing::info!("the guest has all of the pod's network again");
+        }
         for error in failed.iter().filter(|error| !last.contains(*error)) {
             if log.count(Instant::now()) != Logged::No {
                 tracing::warn!(error, "the guest does not have all of the pod's network that changed");
@@ -312,8 +337,10 @@ async fn follow(pod: Weak<PodVm>, guest: &Guest, mut watch: Watch) -> io::Result
 }
 
 /// How long to wait until all is tried again, after the pause before. None: until something changes.
-fn pause_after(before: Option<Duration>, has_failed: bool) -> Option<Duration> {
-    has_failed.then(|| before.map_or(FIRST_PAUSE, |before| (before * 2).min(LONGEST_PAUSE)))
+fn pause_after(before: Option<Duration>, failed: &[TaskError]) -> Option<Duration> {
+    let first = if failed.iter().any(is_silent) { PAUSE_AFTER_SILENCE } else { FIRST_PAUSE };
+    let next = before.map_or(first, |before| (before * 2).clamp(first, LONGEST_PAUSE));
+    (!failed.is_empty()).then_some(next)
 }
 
 /// Work on the network of a pod.
@@ -426,13 +453,21 @@ impl Work<'_> {
             _ = self.remove(card, Some(index)).await;
             return Err(error.into());
         }
-        self.network.set(card, Card::Used { index, description: Box::new(description), is_known: true });
+        // Last: this changes the interface, which is a message of the host, and so leads to the next scan.
+        let vmm = self.guest.vm.process();
+        let multicast = network::pass_multicast(vmm, index, self.operation()).await.unwrap_or_else(|error| {
+            tracing::warn!(error = chain(&error), "multicast groups that the guest joins may reach nobody");
+            None
+        });
+        let description = Box::new(description);
+        self.network.set(card, Card::Used { index, description, failed: None, _multicast: multicast });
         Ok(())
     }
 
     /// A card for an interface of this name: one that is free, or a new one.
     async fn free_card(&mut self, name: &str) -> Result<CardNumber, TaskError> {
-        if let Some((number, _)) = (0..).zip(&self.network.cards).find(|(_, card)| **card == Card::Free) {
+        if let Some((number, _)) = (0..).zip(&self.network.cards).find(|(_, card)| matches!(card, Card::Free))
+        {
             return Ok(CardNumber(number));
         }
         let count = self.network.cards.len();
@@ -465,7 +500,7 @@ impl Work<'_> {
         description.card = card.map(|card| card.address().into()).unwrap_or_default();
         let Some((card, change)) = self.network.begin_change(index, &description) else { return Ok(()) };
         self.guest.agent.change_network(&self.network.container, change).await?;
-        self.network.set(card, Card::Used { index, description: Box::new(description), is_known: true });
+        self.network.end_change(card, description);
         Ok(())
     }
 
@@ -519,9 +554,14 @@ impl Work<'_> {
 /// Why something failed, if it did; an error if the agent does not answer.
 fn unless_silent(done: Result<(), TaskError>) -> Result<Option<TaskError>, TaskError> {
     match done {
-        Err(TaskError::Agent(error)) if !matches!(error, AgentError::Refused { .. }) => Err(error.into()),
+        Err(error) if is_silent(&error) => Err(error),
         other => Ok(other.err()),
     }
+}
+
+/// Whether the agent has not answered.
+fn is_silent(error: &TaskError) -> bool {
+    matches!(error, TaskError::Agent(error) if !matches!(error, AgentError::Refused { .. }))
 }
 
 #[cfg(test)]
@@ -541,7 +581,7 @@ mod tests {
     }
 
     fn used(index: u32, description: &ConfigureNetworkRequest) -> Card {
-        Card::Used { index, description: Box::new(description.clone()), is_known: true }
+        Card::Used { index, description: Box::new(description.clone()), failed: None, _multicast: None }
     }
 
     fn found(index: u32, name: &str) -> Found {
@@ -566,11 +606,18 @@ mod tests {
         assert_eq!(routes(&change), (vec!["a".into()], vec!["c".into()], false));
         // It has failed: the guest may have what was tried, or not, or a part of it.
         let again = network.begin_change(7, &now).unwrap().1;
-        assert_eq!(routes(&again), (vec!["a".into()], vec!["b".into(), "c".into()], true));
+        assert_eq!(routes(&again), (vec!["a".into()], vec!["b".into(), "c".into()], false));
         // Also if the host has changed it back.
         let back = network.begin_change(7, &before).unwrap().1;
-        assert_eq!(routes(&back), (vec!["c".into()], vec!["a".into(), "b".into()], true));
-        network.set(card, used(7, &before));
+        assert_eq!(routes(&back), (vec!["c".into()], vec!["a".into(), "b".into()], false));
+        network.end_change(card, before.clone());
+        assert_eq!(network.begin_change(7, &before), None);
+        // IPv6 is switched until that has succeeded, and not by any change that fails.
+        let with = ConfigureNetworkRequest { ipv6: Ipv6::IPV6_GIVEN.into(), ..before.clone() };
+        for now in [&with, &with, &before, &before] {
+            assert!(network.begin_change(7, now).unwrap().1.switches_ipv6);
+        }
+        network.end_change(card, before.clone());
         assert_eq!(network.begin_change(7, &before), None);
     }
 
@@ -586,13 +633,17 @@ mod tests {
 
     #[test]
     fn pauses_grow_and_end_with_success() {
+        let refused = || TaskError::from(NetworkError::NoEthernet { name: "eth0".into() });
         let mut pauses = vec![None];
         for _ in 0..10 {
-            pauses.push(pause_after(*pauses.last().unwrap(), true));
+            pauses.push(pause_after(*pauses.last().unwrap(), &[refused()]));
         }
         let seconds: Vec<_> = pauses.iter().flatten().map(Duration::as_secs).collect();
         assert_eq!(seconds, [1, 2, 4, 8, 16, 32, 64, 128, 256, 256]);
-        assert_eq!(pause_after(Some(LONGEST_PAUSE), false), None);
+        assert_eq!(pause_after(Some(LONGEST_PAUSE), &[]), None);
+        let silent = || TaskError::from(AgentError::Timeout { call: "ChangeNetwork" });
+        assert_eq!(pause_after(None, &[refused(), silent()]), Some(PAUSE_AFTER_SILENCE));
+        assert_eq!(pause_after(Some(FIRST_PAUSE), &[silent()]), Some(PAUSE_AFTER_SILENCE));
     }
 
     #[test]
@@ -617,18 +668,22 @@ mod tests {
         let mut now = description("eth0", &[]);
         (now.addresses, now.up) = (vec![address.clone()], true);
         let before = ConfigureNetworkRequest { absent_routes: vec![route.clone()], ..now.clone() };
-        assert_eq!(change(&before, true, &now).interface.routes, std::slice::from_ref(&route));
+        assert_eq!(change(&before, None, &now).interface.routes, std::slice::from_ref(&route));
         // While it is down there are none, and the kernel adds them when it comes up.
         let down = ConfigureNetworkRequest { absent_routes: Vec::new(), up: false, ..now.clone() };
-        assert!(change(&before, true, &down).interface.routes.is_empty());
-        assert!(change(&down, true, &now).interface.routes.is_empty());
+        assert!(change(&before, None, &down).interface.routes.is_empty());
+        assert!(change(&down, None, &now).interface.routes.is_empty());
+        // It may be up already if a change failed.
+        let failed = Some(FailedChange { switched_ipv6: false });
+        let absent = ConfigureNetworkRequest { absent_routes: vec![route.clone()], ..down.clone() };
+        assert_eq!(change(&absent, failed, &now).interface.routes, std::slice::from_ref(&route));
         // It goes again, and the agent removes what is absent.
-        assert!(change(&now, true, &before).interface.routes.is_empty());
-        assert_eq!(change(&now, true, &before).interface.absent_routes, [route]);
+        assert!(change(&now, None, &before).interface.routes.is_empty());
+        assert_eq!(change(&now, None, &before).interface.absent_routes, [route]);
         // The guest's kernel adds that of an address that is new, and none for one that has gone.
         let without = ConfigureNetworkRequest { addresses: Vec::new(), ..before.clone() };
-        assert!(change(&without, true, &now).interface.routes.is_empty());
-        assert!(change(&before, true, &description("eth0", &[])).interface.routes.is_empty());
+        assert!(change(&without, None, &now).interface.routes.is_empty());
+        assert!(change(&before, None, &description("eth0", &[])).interface.routes.is_empty());
     }
 
     #[test]
