@@ -40,8 +40,8 @@ use crate::{
 const LOGGED: u32 = 20;
 const LOG_WINDOW: Duration = Duration::from_secs(600);
 
-/// How long after a failure it is tried again: twice as long each time, up to the longest. An agent that does not answer
-/// keeps the shim from other work for the time that it is waited for.
+/// How long after a failure it is tried again: twice as long each time, up to the longest. While an agent that does not
+/// answer is waited for, the shim does no other work on the pod's resources.
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
 const PAUSE_AFTER_SILENCE: Duration = Duration::from_secs(64);
 const LONGEST_PAUSE: Duration = Duration::from_secs(256);
