@@ -25,6 +25,7 @@ pub(super) const CASES: &[Case] = &[
     Case::both("names_and_name_servers_are_the_flags", names),
     Case::both("the_program_and_its_variables_are_the_flags", program),
     Case::both("parameters_and_devices_are_the_flags", kernel),
+    Case::both("parameters_of_the_network_are_the_hosts_and_then_the_flags", network_parameters),
     Case::both("the_cgroup_on_the_host_is_the_flags", cgroup_parent),
     Case::both("shares_sets_and_scores_are_the_flags", limits),
     Case::both("every_kind_of_mount_is_there", mounts),
@@ -219,6 +220,16 @@ fn kernel(host: &Host) -> Result<()> {
     let finished = client.container().flags(["--cgroupns", "host"]).run(&["cat", "/proc/self/cgroup"])?;
     let is_below = finished.succeeds()?.text().starts_with("0::/") && finished.text() != "0::/\n";
     finished.check("a cgroup below the root", is_below)?;
+    Ok(())
+}
+
+/// A new network namespace has those of IPv4 from the host. docker has set `ip_forward` there.
+fn network_parameters(host: &Host) -> Result<()> {
+    let client = Client::of(host)?;
+    let script = "cd /proc/sys/net/ipv4 && cat ip_forward conf/default/forwarding conf/eth0/forwarding";
+    client.container().sh(script)?.succeeds()?.prints("1\n1\n1\n")?;
+    let flags = ["--sysctl", "net.ipv4.ip_forward=0"];
+    client.container().flags(flags).sh(script)?.succeeds()?.prints("0\n0\n0\n")?;
     Ok(())
 }
 

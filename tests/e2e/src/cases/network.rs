@@ -41,6 +41,8 @@ pub(super) const CASES: &[Case] = &[
     Case::bulkhead("nine_interfaces_are_refused_by_name", nine_interfaces),
     Case::both("rules_and_tables_of_routes_are_those_of_the_namespace", policy_routing),
     Case::bulkhead("a_rule_that_a_guest_cannot_have_is_refused_by_name", refused_rule),
+    Case::both("kernel_parameters_are_those_of_the_namespace", parameters),
+    Case::both("an_interface_that_comes_later_has_its_kernel_parameters", later_parameters),
     Case::bulkhead("two_vms_cannot_share_a_namespace", shared_namespace),
 ];
 
@@ -617,6 +619,81 @@ fn refused_rule(host: &Host) -> Result<()> {
     ip(&format!("-n {} rule add from all lookup 77 suppress_ifgroup 5 priority 100", namespace.name()))?;
     let words = ["rule 100: from all lookup 77", "suppress_ifgroup 5", "not implemented"];
     does_not_start(host, &namespace, &words)
+}
+
+/// Has this shell command executed in the namespace on the host.
+fn in_namespace(namespace: &Namespace, script: &str) -> Result<String> {
+    let words = ["netns", "exec", namespace.name(), "sh", "-c", script];
+    Ok(Cmd::new("ip").args(words).run()?.succeeds()?.text())
+}
+
+/// Sets kernel parameters, files below /proc/sys/net, in the namespace on the host.
+fn set_parameters(namespace: &Namespace, parameters: &[(&str, &str)]) -> Result<()> {
+    parameters.iter().try_for_each(|(name, value)| {
+        in_namespace(namespace, &format!("echo '{value}' > /proc/sys/net/{name}")).map(drop)
+    })
+}
+
+/// A command that prints these kernel parameters, one a line.
+fn shown(parameters: &[(&str, &str)]) -> String {
+    let names: Vec<_> = parameters.iter().map(|(name, _)| *name).collect();
+    format!("cd /proc/sys/net && cat {}", names.join(" "))
+}
+
+/// What that prints.
+fn values(parameters: &[(&str, &str)]) -> String {
+    parameters.iter().map(|(_, value)| format!("{value}\n")).collect()
+}
+
+/// What a CNI plugin such as `tuning` sets.
+fn parameters(host: &Host) -> Result<()> {
+    let bridge = Bridge::new()?;
+    let namespace = bridge.namespace(2)?;
+    // Its name has a dot.
+    namespace.add("eth0.7", 27)?;
+    let set = [
+        ("ipv4/ip_forward", "1"),
+        // The kernel has set it to 0 with that.
+        ("ipv4/conf/all/accept_redirects", "1"),
+        ("ipv6/conf/all/forwarding", "1"),
+        ("core/somaxconn", "77"),
+        ("ipv4/tcp_keepalive_time", "1234"),
+        // The range is only possible with the new start of it.
+        ("ipv4/ip_unprivileged_port_start", "80"),
+        ("ipv4/ip_local_port_range", "100\t60000"),
+        ("ipv4/ip_local_reserved_ports", "8080,9000-9100,20000,20002,20004,20006,20008,20010"),
+        ("ipv4/ping_group_range", "0\t1000"),
+        ("ipv4/conf/all/arp_announce", "1"),
+        ("ipv4/conf/default/arp_ignore", "1"),
+        ("ipv4/conf/lo/log_martians", "1"),
+        ("ipv4/conf/eth0/arp_notify", "1"),
+        ("ipv4/conf/eth0/rp_filter", "2"),
+        ("ipv4/conf/eth0.7/forwarding", "0"),
+        ("ipv4/conf/eth0.7/send_redirects", "0"),
+        ("ipv6/conf/eth0/accept_ra", "0"),
+        ("ipv6/conf/eth0.7/forwarding", "0"),
+    ];
+    set_parameters(&namespace, &set)?;
+    sh(host, &namespace, &shown(&set))?.succeeds()?.prints(&values(&set))?;
+    // Also in a namespace that has no interface but that of the loopback.
+    let namespace = Namespace::new("eth0", &mac(6))?;
+    ip(&format!("link del {}", namespace.host_end()))?;
+    let set = [("ipv4/ip_forward", "1"), ("core/somaxconn", "77"), ("ipv4/conf/lo/rp_filter", "1")];
+    set_parameters(&namespace, &set)?;
+    sh(host, &namespace, &shown(&set))?.succeeds()?.prints(&values(&set))?;
+    Ok(())
+}
+
+fn later_parameters(host: &Host) -> Result<()> {
+    let bridge = Bridge::new()?;
+    let namespace = bridge.namespace(2)?;
+    let task = namespace.container(host).flags(["--null-io"]).detach(&["sleep", "1000"])?;
+    // Whatever a new interface begins with on the host from now on.
+    set_parameters(&namespace, &[("ipv4/conf/default/arp_ignore", "2"), ("ipv6/conf/default/accept_ra", "0")])?;
+    namespace.add("net1", 28)?;
+    let script = "cd /proc/sys/net && cat ipv4/conf/net1/arp_ignore ipv6/conf/net1/accept_ra \
+                  ipv4/conf/eth0/arp_ignore";
+    settles(host, &task, script, "2\n0\n0\n")
 }
 
 fn shared_namespace(host: &Host) -> Result<()> {

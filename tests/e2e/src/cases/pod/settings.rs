@@ -28,6 +28,7 @@ pub(in crate::cases) const CASES: &[Case] = &[
     // The CRI plugin's default since then.
     Case::both("low_ports_and_pings_need_no_privilege", unprivileged_network).since(2, 0),
     Case::both("sysctls_of_the_pods_interface_are_set", interface_sysctls),
+    Case::both("sysctls_of_the_pod_win_over_what_the_host_has_set", winning_sysctls),
     Case::both("limits_are_the_containers_cgroups", limits),
     Case::both("limits_of_a_running_container_are_changed", limits_changed),
     Case::both("a_container_over_its_memory_limit_is_killed_and_that_is_told", out_of_memory),
@@ -239,6 +240,22 @@ fn interface_sysctls(host: &Host) -> Result<()> {
     pod.container().sh(script)?.succeeds()?.prints("2\n77\n1\n0\n")?;
     let addresses = pod.container().sh("ip -6 addr show dev eth0 scope global")?;
     addresses.check("an IPv6 address of the pod's network", addresses.text().contains("fd88:"))?;
+    Ok(())
+}
+
+/// A new network namespace has those of IPv4 from the host, where the CNI plugin has set `ip_forward` (`isGateway`).
+fn winning_sysctls(host: &Host) -> Result<()> {
+    let script = "cd /proc/sys/net/ipv4 && cat ip_forward conf/all/accept_redirects conf/eth0/forwarding";
+    // The plugin sets it when it makes the first pod's network.
+    let first = Pod::start(host)?;
+    let inherited = Pod::start(host)?;
+    inherited.container().sh(script)?.succeeds()?.prints("1\n0\n1\n")?;
+    let pod = Pod::plan(host)
+        .sysctl("net.ipv4.ip_forward", "0")
+        .sysctl("net.ipv4.conf.all.accept_redirects", "1")
+        .start()?;
+    pod.container().sh(script)?.succeeds()?.prints("0\n1\n0\n")?;
+    drop((first, inherited));
     Ok(())
 }
 
