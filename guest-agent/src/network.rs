@@ -7,6 +7,7 @@ mod cards;
 pub mod loopback;
 pub mod name_server;
 mod netlink;
+pub mod parameters;
 pub mod routing;
 
 use std::{
@@ -19,7 +20,10 @@ use std::{
 use bulkhead_agent_api::agent::{ChangeNetworkRequest, ConfigureNetworkRequest, Ipv6, NetlinkMessage};
 use nix::sched::{CloneFlags, setns};
 
-use self::netlink::{LinkMessage, Socket};
+use self::{
+    netlink::{LinkMessage, Socket},
+    parameters::Parameter,
+};
 use crate::{processors::Processors, syscall};
 
 /// IN6_ADDR_GEN_MODE_NONE of linux/if_link.h: the kernel makes no link-local address.
@@ -78,6 +82,15 @@ pub enum NetworkError {
         /// The kernel's answer.
         source: io::Error,
     },
+    /// The request makes no sense.
+    #[error(
+        "the name {name:?} is not that of a kernel parameter below {}",
+        bulkhead_agent_api::network_parameters::DIRECTORY
+    )]
+    Parameter {
+        /// As the request has it.
+        name: String,
+    },
     /// A port of the loopback interface.
     #[error("port {port} of the container's loopback interface: {source}")]
     Loopback {
@@ -113,6 +126,7 @@ pub struct Interface {
     absent_routes: Vec<NetlinkMessage>,
     routes: Vec<NetlinkMessage>,
     neighbours: Vec<NetlinkMessage>,
+    parameters: Vec<Parameter>,
 }
 
 impl TryFrom<ConfigureNetworkRequest> for Interface {
@@ -144,6 +158,7 @@ impl TryFrom<ConfigureNetworkRequest> for Interface {
             absent_routes: request.absent_routes,
             routes: request.routes,
             neighbours: request.neighbours,
+            parameters: parameters::all(request.parameters)?,
         })
     }
 }
@@ -152,6 +167,11 @@ impl Interface {
     /// The permanent address of its card.
     pub fn card(&self) -> [u8; 6] {
         self.card
+    }
+
+    /// Leaves the kernel parameters to the spec of a container that it sets, files below /proc/sys.
+    pub fn leave_parameters(&mut self, in_spec: &[PathBuf]) {
+        parameters::leave_out(&mut self.parameters, in_spec);
     }
 
     fn failed(&self, action: impl Into<String>) -> impl FnOnce(io::Error) -> NetworkError {
@@ -314,6 +334,7 @@ fn set_up(socket: &Socket, index: u32, interface: &Interface) -> Result<(), Netw
     let address = LinkMessage::new(index).address(mac);
     socket.set_link(&address).map_err(interface.failed("setting its address"))?;
     // Before the interface is up: the kernel adds IPv6 addresses by itself then.
+    parameters::set_here(&interface.parameters);
     set_ipv6(interface).map_err(interface.failed("setting its IPv6 mode"))?;
     set_link(socket, index, interface)?;
     add(socket, index, interface)

@@ -491,7 +491,9 @@ fn container_code(error: &ContainerError) -> Code {
         | ContainerError::JoinedEnded(_)
         | ContainerError::Paused
         | ContainerError::NoTerminal => Code::FAILED_PRECONDITION,
-        ContainerError::Network(NetworkError::Invalid { .. }) => Code::INVALID_ARGUMENT,
+        ContainerError::Network(NetworkError::Invalid { .. } | NetworkError::Parameter { .. }) => {
+            Code::INVALID_ARGUMENT
+        }
         ContainerError::Network(NetworkError::Loopback { .. }) => Code::FAILED_PRECONDITION,
         ContainerError::Network(NetworkError::TooManyConnections)
         | ContainerError::HugePages(HugePagesError::TooFew { .. }) => Code::RESOURCE_EXHAUSTED,

@@ -7,12 +7,13 @@ pub mod datagrams;
 pub mod devices;
 pub mod features;
 pub mod name_server;
+pub mod network_parameters;
 pub mod nftables;
 pub mod relay;
 
 /// Version of this interface, checked by `StartSandbox` and by the ready message (see [`READY_PORT`]). It rises
 /// too when the agent must cope with another machine, such as one whose devices are on a PCI bus.
-pub const API_VERSION: u32 = 19;
+pub const API_VERSION: u32 = 20;
 
 /// vsock port on which the agent serves ttrpc.
 pub const RPC_PORT: u32 = 1024;

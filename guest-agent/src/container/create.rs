@@ -82,6 +82,7 @@ impl Container {
         let own_pid_namespace = resolved.own_pid_namespace;
         let common = resolved.init.process.common.clone();
         let interface_sysctls = resolved.interface_sysctls.clone();
+        let sysctls = resolved.init.sysctls.iter().map(|(path, _)| path.clone()).collect();
         let settings = mem::take(&mut resolved.settings);
         let devices = mem::take(&mut resolved.device_program);
         let reserve = Arc::clone(&environment.reserve);
@@ -101,7 +102,14 @@ impl Container {
         match created.await {
             Ok(init) => {
                 let container = assemble(request.id, init, cgroup, stdio.agent, own_pid_namespace, common);
-                Ok(Self { interface_sysctls, may_have_neighbours, host_sockets, huge_pages, ..container })
+                Ok(Self {
+                    sysctls,
+                    interface_sysctls,
+                    may_have_neighbours,
+                    host_sockets,
+                    huge_pages,
+                    ..container
+                })
             }
             Err(error) => {
                 if let Err(left) = cgroup.remove().await {
@@ -171,6 +179,7 @@ fn assemble(
         control: Mutex::new(Some(control)),
         is_paused: RwLock::new(false),
         common,
+        sysctls: Vec::new(),
         interface_sysctls: Vec::new(),
         cards: Default::default(),
         host_sockets: HostSockets::default(),

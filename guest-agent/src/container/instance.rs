@@ -31,6 +31,8 @@ pub struct Container {
     pub(super) is_paused: RwLock<bool>,
     /// Of its init, and of each process that joins it.
     pub(super) common: CommonConfig,
+    /// Files below /proc/sys that were set when it was created.
+    pub(super) sysctls: Vec<PathBuf>,
     /// Files below /proc/sys and their values, for when it is started.
     pub(super) interface_sysctls: Vec<(PathBuf, String)>,
     /// The permanent addresses of the network cards that were moved to its network namespace, for its sake.

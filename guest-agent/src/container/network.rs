@@ -2,6 +2,7 @@
 //! to its loopback interface, and docker's name server.
 
 use std::{
+    mem,
     os::fd::AsFd,
     sync::{Arc, PoisonError},
 };
@@ -12,12 +13,13 @@ use super::{create::Environment, error::ContainerError, instance::Container};
 use crate::network::{
     self, Change, Interface, NetworkError,
     loopback::{self, Port, Sockets},
-    name_server, routing,
+    name_server, parameters, routing,
 };
 
 impl Container {
     /// Moves the card into the container's network namespace and sets it up.
-    pub async fn configure_network(self: Arc<Self>, interface: Interface) -> Result<(), ContainerError> {
+    pub async fn configure_network(self: Arc<Self>, mut interface: Interface) -> Result<(), ContainerError> {
+        interface.leave_parameters(&self.sysctls);
         on_own_thread(move || {
             // Also if this fails: the card may be there then.
             let card = interface.card();
@@ -55,12 +57,18 @@ impl Container {
         .await
     }
 
-    /// Changes the rules of policy routing in the container's network namespace.
+    /// Changes the rules of policy routing in the container's network namespace, and sets its kernel parameters.
     pub async fn change_routing(
         self: Arc<Self>,
-        request: ChangeRoutingRequest,
+        mut request: ChangeRoutingRequest,
     ) -> Result<(), ContainerError> {
-        on_own_thread(move || routing::change(self.init_pidfd.as_fd(), &request)).await
+        let mut parameters = parameters::all(mem::take(&mut request.parameters))?;
+        parameters::leave_out(&mut parameters, &self.sysctls);
+        on_own_thread(move || {
+            parameters::set(self.init_pidfd.as_fd(), &parameters)?;
+            routing::change(self.init_pidfd.as_fd(), &request)
+        })
+        .await
     }
 
     /// Sets the parameters of the interfaces in the container's network namespace: all of them are there now.

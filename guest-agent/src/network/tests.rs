@@ -4,7 +4,7 @@ use std::{
     time::Duration,
 };
 
-use bulkhead_agent_api::agent::NetlinkMessage;
+use bulkhead_agent_api::agent::{KernelParameter, NetlinkMessage};
 use nix::{net::if_::if_nametoindex, sched::unshare};
 
 use super::*;
@@ -191,7 +191,33 @@ fn what_fails_is_named() {
 }
 
 #[test]
+fn kernel_parameters_are_set_in_their_order() {
+    let wanted = [
+        ("ipv4/conf/all/forwarding", "1"),
+        ("ipv4/conf/default/arp_ignore", "1"),
+        ("ipv6/conf/eth0/accept_ra", "0"),
+        ("ipv4/conf/eth0/no_such_parameter", "1"),
+        ("ipv4/conf/eth0/forwarding", "0"),
+    ];
+    let parameter = |(name, value): &(&str, &str)| {
+        let (name, value) = (String::from(*name), String::from(*value));
+        KernelParameter { name, value, ..Default::default() }
+    };
+    let interface = interface(|request| request.parameters = wanted.iter().map(parameter).collect()).unwrap();
+    apart("eth0", || {
+        set_up_here(&interface).unwrap();
+        for (name, value) in wanted.iter().filter(|(name, _)| !name.ends_with("no_such_parameter")) {
+            let found = fs::read_to_string(format!("/proc/sys/net/{name}")).unwrap();
+            assert_eq!(found.trim_end(), *value, "{name}");
+        }
+    });
+}
+
+#[test]
 fn what_makes_no_sense_is_refused() {
+    let parameter = KernelParameter { name: "../kernel/x".into(), ..Default::default() };
+    let outside = interface(|request| request.parameters = vec![parameter]);
+    assert!(matches!(outside, Err(NetworkError::Parameter { .. })));
     let changes: [fn(&mut ConfigureNetworkRequest); 6] = [
         |request| request.card.clear(),
         |request| request.name = String::new(),

@@ -8,10 +8,11 @@ use std::{
 use super::error::SpecError;
 
 /// Whether it is a parameter of network interfaces: of one, of all that exist (`conf/all`), or the initial value for
-/// new ones (`conf/default`; kernel, networking/ip-sysctl.rst).
+/// new ones (`conf/default`; kernel, networking/ip-sysctl.rst). `ip_forward` is another name of such a parameter.
 pub(super) fn is_of_interfaces(path: &Path) -> bool {
-    path.starts_with("net")
-        && path.components().any(|part| matches!(part.as_os_str().to_str(), Some("conf" | "neigh")))
+    let is_in_their_directories =
+        || path.components().any(|part| matches!(part.as_os_str().to_str(), Some("conf" | "neigh")));
+    path == Path::new("net/ipv4/ip_forward") || path.starts_with("net") && is_in_their_directories()
 }
 
 /// Files below /proc/sys and their values, sorted. `namespaces` are the container's own, as `CLONE_NEW*` bits.
@@ -105,7 +106,7 @@ mod tests {
             ("net/ipv4/conf/eth0/rp_filter", true),
             ("net/ipv6/conf/all/disable_ipv6", true),
             ("net/ipv4/neigh/default/gc_thresh1", true),
-            ("net/ipv4/ip_forward", false),
+            ("net/ipv4/ip_forward", true),
             ("net/core/somaxconn", false),
             ("kernel/shmmax", false),
         ] {

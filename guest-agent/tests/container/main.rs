@@ -320,11 +320,11 @@ fn a_mount_that_fails_is_named_with_the_kernels_reason() {
 #[test]
 fn sysctls_are_set_in_the_containers_namespaces() {
     let bench = Bench::new();
-    let printed = bench.shell("cat /proc/sys/net/ipv4/ip_forward /proc/sys/kernel/shm_rmid_forced", |spec| {
-        spec["linux"]["sysctl"] = json!({"net.ipv4.ip_forward": "1", "kernel.shm_rmid_forced": "1"});
+    let printed = bench.shell("cat /proc/sys/net/core/somaxconn /proc/sys/kernel/shm_rmid_forced", |spec| {
+        spec["linux"]["sysctl"] = json!({"net.core.somaxconn": "77", "kernel.shm_rmid_forced": "1"});
         spec["domainname"] = json!("domain");
     });
-    assert_eq!(printed, "1\n1\n");
+    assert_eq!(printed, "77\n1\n");
 }
 
 #[test]

@@ -4,12 +4,14 @@
 //! A CNI or docker sets the network up as for a container: before Create in a namespace that has a path, or before
 //! Start in the namespace of the process that Create answered, which is the VMM. At Start the interfaces in it are
 //! [scanned](scan), and each is connected with a tap ([`redirect`]). The guest's agent gives a network card the same
-//! name, addresses, routes and neighbours, and the namespace there the same rules ([`policy`]). The namespace is
-//! [watched](watch), so that the guest follows what changes later. All of it is rtnetlink(7); no program is executed.
+//! name, addresses, routes and neighbours, and the namespace there the same rules ([`policy`]) and kernel parameters
+//! ([`parameters`]). The namespace is [watched](watch), so that the guest follows what changes later. All of it but the
+//! parameters is rtnetlink(7); no program is executed.
 
 pub(crate) mod loopback;
 pub(crate) mod name_server;
 mod netns;
+mod parameters;
 mod policy;
 mod redirect;
 mod replies;
@@ -27,7 +29,11 @@ use bulkhead_agent_api::agent::ConfigureNetworkRequest;
 use bulkhead_vmm_api::ATTACHABLE_DEVICES;
 
 pub(crate) use self::{
-    policy::Policy, redirect::remove as remove_redirect, scan::connected_route, watch::Watch,
+    parameters::{OfInterface, Parameters},
+    policy::Policy,
+    redirect::remove as remove_redirect,
+    scan::connected_route,
+    watch::Watch,
 };
 use crate::{
     host::{
@@ -109,6 +115,14 @@ pub(crate) struct Scan {
     pub(crate) has_name_server: bool,
 }
 
+/// What was found first.
+pub(crate) struct FirstScan {
+    pub(crate) scan: Scan,
+    pub(crate) parameters: Parameters,
+    /// Tells of the changes since.
+    pub(crate) watch: Watch,
+}
+
 /// An interface as it was found on the host.
 #[derive(Debug)]
 pub(crate) struct Found {
@@ -116,6 +130,7 @@ pub(crate) struct Found {
     pub(crate) name: String,
     /// The request to the agent, without the container's id and the card. An error: it cannot be given to the guest.
     pub(crate) described: Result<ConfigureNetworkRequest, NetworkError>,
+    pub(crate) parameters: OfInterface,
 }
 
 /// Refuses a network namespace that does not exist, or that is the host's own.
@@ -138,7 +153,7 @@ fn inside(vmm: ProcessId) -> Result<File, NetworkError> {
 pub(crate) async fn scan_and_watch(
     vmm: ProcessId,
     operation: impl Send + 'static,
-) -> Result<(Scan, Watch), NetworkError> {
+) -> Result<FirstScan, NetworkError> {
     let runtime = tokio::runtime::Handle::current();
     let scan = move || (inside(vmm).and_then(|netns| scan::scan_and_watch(&netns, &runtime)), operation).0;
     blocking::run(scan, drop).await.map_err(broken)?

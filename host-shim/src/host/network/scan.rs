@@ -26,7 +26,8 @@ use rtnetlink::{
 use tokio::runtime::Handle as Runtime;
 
 use super::{
-    Found, MOST, NetworkError, Scan, failed, is_tap, name_server, netns, policy,
+    FirstScan, Found, MOST, NetworkError, OfInterface, Parameters, Scan, failed, is_tap, name_server, netns,
+    policy,
     policy::{MOST_ROUTES, Policy},
     refused,
     watch::Watch,
@@ -47,20 +48,25 @@ const IPV6_PREFIX_METRIC: u32 = 256;
 
 /// The pod's interfaces in a network namespace. Blocks.
 pub(super) fn scan(netns: &File) -> Result<Scan, NetworkError> {
-    netns::inside(netns, async |handle| read(&handle).await)
+    netns::inside(netns, async |handle| read(&handle, links(&handle).await?).await)
 }
 
-/// The same, and what tells `runtime` of the changes since. Blocks.
-pub(super) fn scan_and_watch(netns: &File, runtime: &Runtime) -> Result<(Scan, Watch), NetworkError> {
+/// The same, with the kernel parameters of the namespace and what tells `runtime` of the changes since. Blocks.
+pub(super) fn scan_and_watch(netns: &File, runtime: &Runtime) -> Result<FirstScan, NetworkError> {
     netns::inside(netns, async |handle| {
         let watch = Watch::here(runtime).map_err(failed("watching it"))?;
-        Ok((read(&handle).await?, watch))
+        let links = links(&handle).await?;
+        let loopback = links.iter().find(|link| link.header.flags.contains(LinkFlags::Loopback));
+        let parameters = Parameters::read(&loopback.map(OfInterface::of).unwrap_or_default());
+        Ok(FirstScan { scan: read(&handle, links).await?, parameters, watch })
     })
 }
 
-async fn read(handle: &Handle) -> Result<Scan, NetworkError> {
-    let links: Vec<LinkMessage> =
-        handle.link().get().execute().try_collect().await.map_err(refused("reading its interfaces"))?;
+async fn links(handle: &Handle) -> Result<Vec<LinkMessage>, NetworkError> {
+    handle.link().get().execute().try_collect().await.map_err(refused("reading its interfaces"))
+}
+
+async fn read(handle: &Handle, links: Vec<LinkMessage>) -> Result<Scan, NetworkError> {
     let links = of_the_pod(links)?;
     let has_name_server = name_server::listens_here().map_err(failed("reading its sockets"))?;
     if links.is_empty() {
@@ -102,7 +108,8 @@ async fn read(handle: &Handle) -> Result<Scan, NetworkError> {
             absent_routes: absent_routes(link, &description.addresses, &kernels),
             ..description
         });
-        interfaces.push(Found { index, name: name_of(link).into(), described });
+        let parameters = OfInterface::of(link);
+        interfaces.push(Found { index, name: name_of(link).into(), described, parameters });
     }
     let policy = policy::read(handle, &of_none).await;
     Ok(Scan { interfaces, policy, has_name_server })

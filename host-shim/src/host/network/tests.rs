@@ -29,6 +29,7 @@ use crate::host::process_id::ProcessId;
 use bulkhead_agent_api::{
     agent::{Ipv6, NetlinkMessage},
     name_server::{ADDRESS, MAX_ANSWER, MAX_QUESTIONS, Message, with_length},
+    network_parameters::{DIRECTORY, FAMILIES},
     nftables::Protocol,
 };
 use bulkhead_vmm_api::tap;
@@ -342,11 +343,119 @@ fn too_many_rules_are_refused_with_their_number() {
     assert_eq!(refused, "the pod's network namespace has 1029 rules; at most 1024 are supported");
 }
 
+/// Where the kernel says of a parameter what it is in the namespace of this thread.
+fn place_of(name: &str) -> String {
+    format!("{DIRECTORY}/{name}")
+}
+
+/// Sets kernel parameters in a namespace.
+fn set(pod: &Pod, parameters: &[(&str, &str)]) {
+    pod.inside(async |_| {
+        parameters.iter().for_each(|(name, value)| fs::write(place_of(name), value).unwrap())
+    });
+}
+
+/// The parameters that a guest would get of the namespace and of an interface, and those of the interface itself.
+async fn parameters_of(pod: &Pod, interface: &str) -> Vec<(String, String)> {
+    let FirstScan { scan, mut parameters, .. } = scan_and_watch(pod.process(), ()).await.unwrap();
+    let mut all = parameters.take_those_of_namespace();
+    if let Some(found) = scan.interfaces.iter().find(|found| found.name == interface) {
+        all.extend(parameters.of_interface(interface, &found.parameters));
+    }
+    assert!(parameters.take_those_of_namespace().is_empty());
+    all.into_iter().map(|parameter| (parameter.name, parameter.value)).collect()
+}
+
+fn owned(parameters: &[(&str, &str)]) -> Vec<(String, String)> {
+    parameters.iter().map(|(name, value)| (String::from(*name), String::from(*value))).collect()
+}
+
+#[tokio::test]
+async fn parameters_of_the_namespace_and_its_interfaces_are_those_that_were_set() {
+    let (pod, outside) = (Pod::new(), Pod::new());
+    pod.veth("eth0.7", &outside, "lan");
+    let before = parameters_of(&pod, "eth0.7").await;
+    let ports: Vec<_> = (0..60).map(|number| (20000 + 2 * number).to_string()).collect();
+    let wanted = [
+        ("core/somaxconn", "77"),
+        ("ipv4/ip_local_port_range", "2000\t3000"),
+        ("ipv4/ip_local_reserved_ports", &ports.join(",")),
+        ("ipv4/conf/all/arp_announce", "1"),
+        ("ipv4/conf/default/rp_filter", "2"),
+        ("ipv4/conf/lo/log_martians", "1"),
+        ("ipv4/conf/eth0.7/arp_notify", "1"),
+        ("ipv6/conf/eth0.7/accept_ra", "0"),
+        ("ipv6/conf/eth0.7/keep_addr_on_down", "1"),
+    ];
+    set(&pod, &wanted);
+    let found = parameters_of(&pod, "eth0.7").await;
+    let new: Vec<_> = found.into_iter().filter(|parameter| !before.contains(parameter)).collect();
+    // A guest's interface would begin with what new ones have.
+    let mut expected = owned(&wanted);
+    expected.insert(7, ("ipv4/conf/eth0.7/rp_filter".into(), "0".into()));
+    assert_eq!(new, expected);
+}
+
+#[tokio::test]
+async fn forwarding_is_one_parameter_where_the_kernel_makes_the_others_of_it() {
+    let (pod, outside) = (Pod::new(), Pod::new());
+    pod.veth("eth0", &outside, "lan");
+    set(&pod, &[("ipv4/ip_forward", "0"), ("ipv4/conf/all/accept_redirects", "1")]);
+    let before = parameters_of(&pod, "eth0").await;
+    set(&pod, &[("ipv4/ip_forward", "1"), ("ipv6/conf/all/forwarding", "1")]);
+    let new = async || {
+        let found = parameters_of(&pod, "eth0").await;
+        found.into_iter().filter(|parameter| !before.contains(parameter)).collect::<Vec<_>>()
+    };
+    let both = [("ipv4/conf/all/forwarding", "1"), ("ipv6/conf/all/forwarding", "1")];
+    assert_eq!(new().await, owned(&both));
+    let others = [
+        ("ipv4/conf/all/accept_redirects", "1"),
+        ("ipv4/conf/default/forwarding", "0"),
+        ("ipv4/conf/lo/forwarding", "0"),
+    ];
+    set(&pod, &others);
+    let [ipv4, ipv6] = both;
+    let [redirects, default, loopback] = others;
+    let eth0 = ("ipv4/conf/eth0/forwarding", "1");
+    assert_eq!(new().await, owned(&[ipv4, redirects, default, loopback, ipv6, eth0]));
+}
+
+#[tokio::test]
+async fn a_list_that_is_too_long_is_left_out() {
+    let pod = Pod::new();
+    let name = "ipv4/ip_local_reserved_ports";
+    let ports: Vec<_> = (0..300).map(|number| (20000 + 2 * number).to_string()).collect();
+    set(&pod, &[(name, &ports.join(","))]);
+    assert!(parameters_of(&pod, "").await.iter().all(|(found, _)| found != name));
+}
+
+#[test]
+fn parameters_of_interfaces_are_where_the_kernel_sends_them() {
+    let (pod, outside) = (Pod::new(), Pod::new());
+    pod.veth("eth0", &outside, "lan");
+    // So that no two neighbours in a list are the same.
+    let numbers = ["1", "0", "1"];
+    pod.inside(async |handle| {
+        for (family, list) in FAMILIES {
+            for parameter in list {
+                let name = place_of(&format!("{family}/conf/eth0/{}", parameter.name));
+                for number in numbers {
+                    fs::write(&name, number).unwrap();
+                    let found = OfInterface::of(&link(&handle, "eth0").await);
+                    let found = found.value(family, parameter).unwrap();
+                    assert_eq!(found, number, "{family} {}", parameter.name);
+                }
+            }
+        }
+    });
+}
+
 #[tokio::test]
 async fn what_changes_later_is_noticed() {
     let (pod, outside) = (Pod::new(), Pod::new());
     pod.veth("eth0", &outside, "lan");
-    let (scan, mut watch) = scan_and_watch(pod.process(), ()).await.unwrap();
+    let FirstScan { scan, mut watch, .. } = scan_and_watch(pod.process(), ()).await.unwrap();
     let eth0 = scan.interfaces[0].index;
     let patience = Duration::from_secs(20);
     let address = || {
@@ -379,7 +488,7 @@ async fn a_guest_that_changes_its_tap_without_end_hides_nothing_and_has_scans_ma
     pod.inside(async |_| fs::write("/proc/sys/net/ipv6/conf/default/disable_ipv6", "1").unwrap());
     pod.veth("eth0", &outside, "lan");
     pod.veth(TAP, &outside, "guest");
-    let (scan, mut watch) = scan_and_watch(pod.process(), ()).await.unwrap();
+    let FirstScan { scan, mut watch, .. } = scan_and_watch(pod.process(), ()).await.unwrap();
     let eth0 = scan.interfaces[0].index;
     let address = |last| {
         pod.inside(async |handle| {

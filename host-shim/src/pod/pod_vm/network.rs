@@ -9,7 +9,10 @@ use std::{
 };
 
 use bulkhead_agent_api::{
-    agent::{ChangeNetworkRequest, ChangeRoutingRequest, ConfigureNetworkRequest, Ipv6, NetlinkMessage},
+    agent::{
+        ChangeNetworkRequest, ChangeRoutingRequest, ConfigureNetworkRequest, Ipv6, KernelParameter,
+        NetlinkMessage,
+    },
     relay,
 };
 use tokio::{
@@ -23,8 +26,8 @@ use crate::{
     guest::agent::AgentError,
     host::{
         network::{
-            self, CardNumber, Connection, Found, MOST, NetworkError, Policy, Scan, Watch,
-            name_server::NameServer,
+            self, CardNumber, Connection, FirstScan, Found, MOST, NetworkError, OfInterface, Parameters,
+            Policy, Scan, Watch, name_server::NameServer,
         },
         pending_operations::Operation,
     },
@@ -57,6 +60,8 @@ pub(super) struct Network {
     policy: Policy,
     /// Whether it has all of these.
     is_policy_known: bool,
+    /// The kernel parameters that the namespace had at the first scan.
+    parameters: Parameters,
     /// Ends with the VM, or when it is dropped.
     name_server: Option<NameServer>,
     follows: Option<Follows>,
@@ -104,6 +109,7 @@ impl Network {
     fn new(container: &str) -> Self {
         Self {
             container: container.into(),
+            parameters: Parameters::default(),
             cards: vec![Card::Free],
             policy: Policy::default(),
             is_policy_known: true,
@@ -263,7 +269,9 @@ impl PodVm {
         let mut host = self.host.lock().await;
         let Some(host) = host.as_mut().filter(|host| host.network.is_none()) else { return Ok(()) };
         let mut work = Work { pod: self, guest, network: Network::new(id), host };
-        let (scan, watch) = network::scan_and_watch(guest.vm.process(), work.operation()).await?;
+        let first = network::scan_and_watch(guest.vm.process(), work.operation()).await?;
+        let FirstScan { scan, parameters, watch } = first;
+        work.network.parameters = parameters;
         let connected = work.connect_all(scan).await;
         let Work { mut network, host, .. } = work;
         if connected.is_ok() {
@@ -361,12 +369,15 @@ impl Work<'_> {
         let has_name_server = scan.has_name_server && !scan.interfaces.is_empty();
         let policy = scan.policy?;
         // Nothing is connected if one of them is refused.
-        let described = scan.interfaces.into_iter().map(|found| Ok((found.index, found.described?)));
+        let described = scan.interfaces.into_iter();
+        let described = described.map(|found| Ok((found.index, found.described?, found.parameters)));
         let described = described.collect::<Result<Vec<_>, NetworkError>>()?;
+        // The first interface brings the parameters of the namespace. That saves a request.
+        let alone = described.is_empty().then(|| self.network.parameters.take_those_of_namespace());
         // So no packet goes a way that the rules forbid.
-        self.change_rules(policy).await?;
-        for (index, description) in described {
-            self.connect(index, description, has_name_server).await?;
+        self.change_rules(policy, alone.unwrap_or_default()).await?;
+        for (index, description, parameters) in described {
+            self.connect(index, description, &parameters, has_name_server).await?;
         }
         if has_name_server { self.start_name_server().await } else { Ok(()) }
     }
@@ -390,7 +401,7 @@ impl Work<'_> {
             failed.extend(unless_silent(self.remove(number, Some(index)).await)?);
         }
         let changed = match scan.policy {
-            Ok(policy) => self.change_rules(policy).await,
+            Ok(policy) => self.change_rules(policy, Vec::new()).await,
             Err(error) => Err(error.into()),
         };
         failed.extend(unless_silent(changed)?);
@@ -405,9 +416,9 @@ impl Work<'_> {
         for Found { index, described, .. } in old {
             failed.extend(unless_silent(self.change(index, described).await)?);
         }
-        for Found { index, described, .. } in new {
+        for Found { index, described, parameters, .. } in new {
             let connected = match described {
-                Ok(description) => self.connect(index, description, has_name_server).await,
+                Ok(description) => self.connect(index, description, &parameters, has_name_server).await,
                 Err(error) => Err(error.into()),
             };
             failed.extend(unless_silent(connected)?);
@@ -423,6 +434,7 @@ impl Work<'_> {
         &mut self,
         index: u32,
         mut description: ConfigureNetworkRequest,
+        parameters: &OfInterface,
         passes_replies: bool,
     ) -> Result<(), TaskError> {
         let card = self.free_card(&description.name).await?;
@@ -446,8 +458,10 @@ impl Work<'_> {
             return Err(error.into());
         }
         description.card = card.address().into();
-        let configured =
-            self.guest.agent.configure_network(&self.network.container, description.clone()).await;
+        let mut request = description.clone();
+        request.parameters = self.network.parameters.take_those_of_namespace();
+        request.parameters.extend(self.network.parameters.of_interface(&description.name, parameters));
+        let configured = self.guest.agent.configure_network(&self.network.container, request).await;
         if let Err(error) = configured {
             // The container may have the card or not.
             _ = self.remove(card, Some(index)).await;
@@ -504,13 +518,18 @@ impl Work<'_> {
         Ok(())
     }
 
-    /// Has the guest have the host's rules.
-    async fn change_rules(&mut self, policy: Policy) -> Result<(), TaskError> {
+    /// Has the guest have the host's rules, and these kernel parameters.
+    async fn change_rules(
+        &mut self,
+        policy: Policy,
+        parameters: Vec<KernelParameter>,
+    ) -> Result<(), TaskError> {
         let Network { container, policy: before, is_policy_known, .. } = &mut self.network;
-        if *is_policy_known && policy == *before {
+        if *is_policy_known && policy == *before && parameters.is_empty() {
             return Ok(());
         }
-        let change = change_of_rules(before, *is_policy_known, &policy);
+        let mut change = change_of_rules(before, *is_policy_known, &policy);
+        change.parameters = parameters;
         // Until the guest has answered, it may have any of both.
         *is_policy_known = false;
         add_all(&mut before.rules, &policy.rules);
@@ -585,7 +604,12 @@ mod tests {
     }
 
     fn found(index: u32, name: &str) -> Found {
-        Found { index, name: name.into(), described: Ok(description(name, &[])) }
+        Found {
+            index,
+            name: name.into(),
+            described: Ok(description(name, &[])),
+            parameters: OfInterface::default(),
+        }
     }
 
     #[test]

@@ -223,9 +223,31 @@ fn kernel(host: &Host) -> Result<()> {
     Ok(())
 }
 
-/// A new network namespace has those of IPv4 from the host. docker has set `ip_forward` there.
+/// `ip_forward` of the host, until this is dropped.
+struct Forwarding {
+    before: String,
+}
+
+impl Forwarding {
+    const FILE: &str = "/proc/sys/net/ipv4/ip_forward";
+
+    fn enable() -> Result<Self> {
+        let before = fs::read_to_string(Self::FILE)?;
+        fs::write(Self::FILE, "1")?;
+        Ok(Self { before })
+    }
+}
+
+impl Drop for Forwarding {
+    fn drop(&mut self) {
+        let _ = fs::write(Self::FILE, &self.before);
+    }
+}
+
+/// A new network namespace has those of IPv4 from the host, where docker by itself enables `ip_forward`.
 fn network_parameters(host: &Host) -> Result<()> {
     let client = Client::of(host)?;
+    let _forwarding = Forwarding::enable()?;
     let script = "cd /proc/sys/net/ipv4 && cat ip_forward conf/default/forwarding conf/eth0/forwarding";
     client.container().sh(script)?.succeeds()?.prints("1\n1\n1\n")?;
     let flags = ["--sysctl", "net.ipv4.ip_forward=0"];

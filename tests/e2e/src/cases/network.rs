@@ -16,6 +16,13 @@ use crate::network::{
     Bridge, GATEWAY, GATEWAY6, MTU, Namespace, address, address_in, address6, gateway, ip, mac,
 };
 
+/// Of the agent's interface: its crate needs a code generator, and this file nothing.
+#[path = "../../../../guest-agent/api/src/network_parameters.rs"]
+#[expect(dead_code, reason = "only the names and values are for this program")]
+mod guest_parameters;
+
+use self::guest_parameters::{DIRECTORY, FAMILIES, OF_NAMESPACE, OfInterfaces};
+
 pub(super) const CASES: &[Case] = &[
     Case::both("the_interface_is_the_one_of_the_namespace", interface),
     Case::both("the_routes_are_those_of_the_namespace", routes),
@@ -42,6 +49,7 @@ pub(super) const CASES: &[Case] = &[
     Case::both("rules_and_tables_of_routes_are_those_of_the_namespace", policy_routing),
     Case::bulkhead("a_rule_that_a_guest_cannot_have_is_refused_by_name", refused_rule),
     Case::both("kernel_parameters_are_those_of_the_namespace", parameters),
+    Case::bulkhead("kernel_parameters_begin_as_the_shim_supposes", defaults),
     Case::both("an_interface_that_comes_later_has_its_kernel_parameters", later_parameters),
     Case::bulkhead("two_vms_cannot_share_a_namespace", shared_namespace),
 ];
@@ -684,12 +692,37 @@ fn parameters(host: &Host) -> Result<()> {
     Ok(())
 }
 
+/// What a new namespace of the guest's kernel has, that of the loopback interface included. An interface begins with
+/// `conf/default`.
+fn defaults(host: &Host) -> Result<()> {
+    let bridge = Bridge::new()?;
+    let container = with_hosts_programs(host, &bridge.namespace(2)?).flags(["--privileged"]);
+    let task = container.detach(&["sleep", "1000"])?;
+    let mut expected: Vec<_> =
+        OF_NAMESPACE.iter().map(|(name, value)| (String::from(*name), *value)).collect();
+    for (family, list) in FAMILIES {
+        for OfInterfaces { name, all, default, loopback, .. } in list {
+            for (place, value) in [("all", all), ("default", default), ("lo", loopback)] {
+                expected.push((format!("{family}/conf/{place}/{name}"), value));
+            }
+        }
+    }
+    let expected: String = expected.iter().map(|(name, value)| format!("{name}={value}\n")).collect();
+    let names: Vec<_> = expected.lines().filter_map(|line| Some(line.split_once('=')?.0)).collect();
+    let script = format!("cd {DIRECTORY} && for i in {}; do echo \"$i=$(cat $i)\"; done", names.join(" "));
+    task.exec(&["/usr/bin/unshare", "--net", "sh", "-c", &script])?.succeeds()?.prints(&expected)?;
+    Ok(())
+}
+
 fn later_parameters(host: &Host) -> Result<()> {
     let bridge = Bridge::new()?;
     let namespace = bridge.namespace(2)?;
     let task = namespace.container(host).flags(["--null-io"]).detach(&["sleep", "1000"])?;
     // Whatever a new interface begins with on the host from now on.
-    set_parameters(&namespace, &[("ipv4/conf/default/arp_ignore", "2"), ("ipv6/conf/default/accept_ra", "0")])?;
+    set_parameters(
+        &namespace,
+        &[("ipv4/conf/default/arp_ignore", "2"), ("ipv6/conf/default/accept_ra", "0")],
+    )?;
     namespace.add("net1", 28)?;
     let script = "cd /proc/sys/net && cat ipv4/conf/net1/arp_ignore ipv6/conf/net1/accept_ra \
                   ipv4/conf/eth0/arp_ignore";
