@@ -21,16 +21,10 @@ pub const MAX_VALUE: usize = 1023;
 
 /// Those of a namespace, in the order in which they are set: the range of local ports cannot begin below the first
 /// port that every user can have.
-pub const OF_NAMESPACE: [(&str, &str); 51] = [
+pub const OF_NAMESPACE: [(&str, &str); 40] = [
     ("core/somaxconn", "4096"),
-    ("ipv4/fib_multipath_hash_policy", "0"),
-    ("ipv4/fwmark_reflect", "0"),
     ("ipv4/icmp_echo_ignore_all", "0"),
     ("ipv4/icmp_echo_ignore_broadcasts", "1"),
-    ("ipv4/icmp_ratelimit", "1000"),
-    ("ipv4/icmp_ratemask", "6168"),
-    ("ipv4/igmp_max_memberships", "20"),
-    ("ipv4/ip_autobind_reuse", "0"),
     ("ipv4/ip_default_ttl", "64"),
     ("ipv4/ip_unprivileged_port_start", "1024"),
     ("ipv4/ip_local_port_range", "32768\t60999"),
@@ -41,22 +35,17 @@ pub const OF_NAMESPACE: [(&str, &str); 51] = [
     ("ipv4/tcp_abort_on_overflow", "0"),
     ("ipv4/tcp_base_mss", "1024"),
     ("ipv4/tcp_congestion_control", "cubic"),
-    ("ipv4/tcp_dsack", "1"),
     ("ipv4/tcp_ecn", "2"),
     ("ipv4/tcp_fastopen", "1"),
     ("ipv4/tcp_fin_timeout", "60"),
-    ("ipv4/tcp_fwmark_accept", "0"),
     ("ipv4/tcp_keepalive_intvl", "75"),
     ("ipv4/tcp_keepalive_probes", "9"),
     ("ipv4/tcp_keepalive_time", "7200"),
-    ("ipv4/tcp_limit_output_bytes", "1048576"),
     ("ipv4/tcp_max_syn_backlog", "128"),
     ("ipv4/tcp_moderate_rcvbuf", "1"),
     ("ipv4/tcp_mtu_probing", "0"),
     ("ipv4/tcp_no_metrics_save", "0"),
     ("ipv4/tcp_notsent_lowat", "4294967295"),
-    ("ipv4/tcp_orphan_retries", "0"),
-    ("ipv4/tcp_reordering", "3"),
     ("ipv4/tcp_retries1", "3"),
     ("ipv4/tcp_retries2", "15"),
     ("ipv4/tcp_rfc1337", "0"),
@@ -75,15 +64,16 @@ pub const OF_NAMESPACE: [(&str, &str); 51] = [
     ("ipv6/ip_nonlocal_bind", "0"),
 ];
 
-/// A parameter of interfaces: a file in `conf/all`, `conf/default` and `conf/NAME` of IPv4 or IPv6.
+/// A parameter of interfaces: a file in `conf/all`, `conf/default` and `conf/NAME` of IPv4 or IPv6. The kernel sends
+/// those of an interface with it. The files of the other two have to be read.
 #[derive(Debug, Clone, Copy)]
 pub struct OfInterfaces {
     pub name: &'static str,
     /// Its place in the array of IFLA_INET_CONF or IFLA_INET6_CONF: `DEVCONF_*` of linux/ipv6.h, or
     /// `IPV4_DEVCONF_*` of linux/ip.h, less one.
     pub place: usize,
-    /// For all interfaces.
-    pub all: &'static str,
+    /// For all interfaces. None: it is set for single interfaces only, so `conf/all` and `conf/default` are not read.
+    pub all: Option<&'static str>,
     /// What a new interface begins with.
     pub default: &'static str,
     /// Of the loopback interface.
@@ -91,7 +81,11 @@ pub struct OfInterfaces {
 }
 
 const fn same(name: &'static str, place: usize, value: &'static str) -> OfInterfaces {
-    OfInterfaces { name, place, all: value, default: value, loopback: value }
+    OfInterfaces { name, place, all: Some(value), default: value, loopback: value }
+}
+
+const fn single(name: &'static str, place: usize, value: &'static str) -> OfInterfaces {
+    OfInterfaces { name, place, all: None, default: value, loopback: value }
 }
 
 /// Those of interfaces for IPv4, in the order in which they are set. `forwarding` of `all`, which `ip_forward` is
@@ -100,13 +94,13 @@ pub const IPV4: [OfInterfaces; 18] = [
     same("forwarding", 0, "0"),
     same("accept_local", 22, "0"),
     same("accept_redirects", 3, "1"),
-    OfInterfaces { name: "accept_source_route", place: 8, all: "0", default: "1", loopback: "1" },
+    OfInterfaces { name: "accept_source_route", place: 8, all: Some("0"), default: "1", loopback: "1" },
     same("arp_accept", 20, "0"),
     same("arp_announce", 17, "0"),
     same("arp_filter", 12, "0"),
     same("arp_ignore", 18, "0"),
     same("arp_notify", 21, "0"),
-    same("ignore_routes_with_linkdown", 28, "0"),
+    single("ignore_routes_with_linkdown", 28, "0"),
     same("log_martians", 10, "0"),
     same("promote_secondaries", 19, "0"),
     same("proxy_arp", 2, "0"),
@@ -120,21 +114,21 @@ pub const IPV4: [OfInterfaces; 18] = [
 /// The same for IPv6. `forwarding` of `all` changes that of all others.
 pub const IPV6: [OfInterfaces; 16] = [
     same("forwarding", 0, "0"),
-    OfInterfaces { name: "accept_dad", place: 27, all: "0", default: "1", loopback: "-1" },
+    OfInterfaces { name: "accept_dad", place: 27, all: None, default: "1", loopback: "-1" },
     same("accept_ra", 3, "1"),
-    same("accept_ra_defrtr", 17, "1"),
-    same("accept_ra_pinfo", 18, "1"),
-    same("accept_ra_rtr_pref", 19, "1"),
+    single("accept_ra_defrtr", 17, "1"),
+    single("accept_ra_pinfo", 18, "1"),
+    single("accept_ra_rtr_pref", 19, "1"),
     same("accept_redirects", 4, "1"),
     same("accept_source_route", 24, "0"),
     same("autoconf", 5, "1"),
-    same("dad_transmits", 6, "1"),
-    same("hop_limit", 1, "64"),
-    same("keep_addr_on_down", 42, "0"),
-    same("ndisc_notify", 29, "0"),
+    single("dad_transmits", 6, "1"),
+    single("hop_limit", 1, "64"),
+    single("keep_addr_on_down", 42, "0"),
+    single("ndisc_notify", 29, "0"),
     same("proxy_ndp", 22, "0"),
-    same("router_solicitations", 7, "-1"),
-    OfInterfaces { name: "use_tempaddr", place: 10, all: "0", default: "0", loopback: "-1" },
+    single("router_solicitations", 7, "-1"),
+    OfInterfaces { name: "use_tempaddr", place: 10, all: Some("0"), default: "0", loopback: "-1" },
 ];
 
 /// The names of both families below [`DIRECTORY`], and their lists.

@@ -169,9 +169,13 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "positions in directories are numbers of 64 bits; on a host Linux makes smaller ones for such a program",
     ),
     (
-        "parameters of a pod's network namespace (`net.*`) that a CNI plugin sets on the host, such as `tuning`, and those \
-         that a new namespace copies from the host, such as `net.ipv4.ip_forward`: not refused, but without effect",
-        "not built yet: the guest has the parameters of the spec (`linux.sysctl`), and the defaults of its kernel",
+        "parameters of a pod's network namespace on the host (`net.*`), which a CNI plugin such as `tuning` sets, or \
+         which the namespace copies from the host: the guest has those that are usually changed, such as \
+         `net.ipv4.ip_forward`, as they were when the pod started or the interface came. Changes after that have no \
+         effect. Others are those of the guest's kernel, such as `net.ipv4.tcp_rmem`, `neigh`, and `disable_ipv6` of \
+         `all` and `default`",
+        "the guest has a kernel of its own ([the list](architecture.md#the-pods-network)). What follows from the host's \
+         memory does not fit it, and the host's kernel does not tell of most changes",
     ),
     (
         "locks of files in volumes (flock(2), fcntl(2)): a process that waits for a lock of the host or of another pod \

@@ -40,33 +40,34 @@ impl Parameters {
             let found = value(directory.as_ref(), name);
             of_namespace.extend(different(name.into(), found, expected));
         }
-        let initial = FAMILIES.each_ref().map(|(family, list)| {
+        let initial = FAMILIES.map(|(family, list)| {
             let all = values(&format!("{family}/conf/all"), list);
             let default = values(&format!("{family}/conf/default"), list);
-            let loopback = list.iter().map(|parameter| loopback.value(family, parameter));
-            // What the kernel makes of them when `forwarding` of `all` is set, which is the first.
+            // The kernel makes others of `forwarding` of `all`, which is set first.
             let forwards = all.first().cloned().flatten().unwrap_or_else(|| "0".into());
+            let expected_of_all = |parameter: &OfInterfaces| match (family, parameter.name) {
+                ("ipv4", "accept_redirects") if forwards != "0" => "0",
+                _ => parameter.all.unwrap_or_default(),
+            };
             let after = |parameter: &OfInterfaces, expected: &'static str| match parameter.name {
                 "forwarding" => forwards.clone(),
                 _ => expected.into(),
             };
-            let of_all = |parameter: &OfInterfaces| match (*family, parameter.name) {
-                ("ipv4", "accept_redirects") if forwards != "0" => "0",
-                _ => parameter.all,
+            let mut add = |place: &str, parameter: &OfInterfaces, found, expected: &str| {
+                let name = format!("{family}/conf/{place}/{}", parameter.name);
+                of_namespace.extend(different(name, found, expected));
             };
-            for (parameter, found) in iter::zip(*list, all) {
-                let name = format!("{family}/conf/all/{}", parameter.name);
-                of_namespace.extend(different(name, found, of_all(parameter)));
+            for (parameter, found) in iter::zip(list, &all) {
+                add("all", parameter, found.clone(), expected_of_all(parameter));
             }
-            for (parameter, found) in iter::zip(*list, &default) {
-                let name = format!("{family}/conf/default/{}", parameter.name);
-                of_namespace.extend(different(name, found.clone(), &after(parameter, parameter.default)));
+            for (parameter, found) in iter::zip(list, &default) {
+                add("default", parameter, found.clone(), &after(parameter, parameter.default));
             }
-            for (parameter, found) in iter::zip(*list, loopback) {
-                let name = format!("{family}/conf/{LOOPBACK}/{}", parameter.name);
-                of_namespace.extend(different(name, found, &after(parameter, parameter.loopback)));
+            for parameter in list {
+                let found = loopback.value(family, parameter);
+                add(LOOPBACK, parameter, found, &after(parameter, parameter.loopback));
             }
-            let initial = iter::zip(*list, default);
+            let initial = iter::zip(list, default);
             initial
                 .map(|(parameter, found)| found.unwrap_or_else(|| after(parameter, parameter.default)))
                 .collect()
@@ -149,7 +150,8 @@ fn different(name: String, found: Option<String>, expected: &str) -> Option<Kern
 
 fn values(path: &str, list: &[OfInterfaces]) -> Vec<Option<String>> {
     let directory = directory(path);
-    list.iter().map(|parameter| value(directory.as_ref(), parameter.name)).collect()
+    let value = |parameter: &OfInterfaces| value(directory.as_ref(), parameter.name);
+    list.iter().map(|parameter| parameter.all.and_then(|_| value(parameter))).collect()
 }
 
 /// From an open directory the kernel finds the files sooner. A kernel without IPv6 has no directory of it.

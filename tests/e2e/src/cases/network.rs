@@ -18,7 +18,7 @@ use crate::network::{
 
 /// Of the agent's interface: its crate needs a code generator, and this file nothing.
 #[path = "../../../../guest-agent/api/src/network_parameters.rs"]
-#[expect(dead_code, reason = "only the names and values are for this program")]
+#[expect(dead_code, unreachable_pub, reason = "it is a module of another crate")]
 mod guest_parameters;
 
 use self::guest_parameters::{DIRECTORY, FAMILIES, OF_NAMESPACE, OfInterfaces};
@@ -696,15 +696,16 @@ fn parameters(host: &Host) -> Result<()> {
 /// `conf/default`.
 fn defaults(host: &Host) -> Result<()> {
     let bridge = Bridge::new()?;
-    let container = with_hosts_programs(host, &bridge.namespace(2)?).flags(["--privileged"]);
+    let namespace = bridge.namespace(2)?;
+    let container = with_hosts_programs(host, &namespace).flags(["--privileged"]);
     let task = container.detach(&["sleep", "1000"])?;
     let mut expected: Vec<_> =
         OF_NAMESPACE.iter().map(|(name, value)| (String::from(*name), *value)).collect();
     for (family, list) in FAMILIES {
         for OfInterfaces { name, all, default, loopback, .. } in list {
-            for (place, value) in [("all", all), ("default", default), ("lo", loopback)] {
-                expected.push((format!("{family}/conf/{place}/{name}"), value));
-            }
+            let places =
+                all.iter().map(|all| ("all", *all)).chain([("default", *default), ("lo", *loopback)]);
+            expected.extend(places.map(|(place, value)| (format!("{family}/conf/{place}/{name}"), value)));
         }
     }
     let expected: String = expected.iter().map(|(name, value)| format!("{name}={value}\n")).collect();
