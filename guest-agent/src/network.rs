@@ -22,7 +22,7 @@ use nix::sched::{CloneFlags, setns};
 
 use self::{
     netlink::{LinkMessage, Socket},
-    parameters::Parameter,
+    parameters::{InvalidName, Parameter},
 };
 use crate::{processors::Processors, syscall};
 
@@ -82,15 +82,9 @@ pub enum NetworkError {
         /// The kernel's answer.
         source: io::Error,
     },
-    /// The request makes no sense.
-    #[error(
-        "the name {name:?} is not that of a kernel parameter below {}",
-        bulkhead_agent_api::network_parameters::DIRECTORY
-    )]
-    Parameter {
-        /// As the request has it.
-        name: String,
-    },
+    /// A kernel parameter of the host's.
+    #[error(transparent)]
+    Parameter(#[from] InvalidName),
     /// A port of the loopback interface.
     #[error("port {port} of the container's loopback interface: {source}")]
     Loopback {

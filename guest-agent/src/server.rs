@@ -491,7 +491,7 @@ fn container_code(error: &ContainerError) -> Code {
         | ContainerError::JoinedEnded(_)
         | ContainerError::Paused
         | ContainerError::NoTerminal => Code::FAILED_PRECONDITION,
-        ContainerError::Network(NetworkError::Invalid { .. } | NetworkError::Parameter { .. }) => {
+        ContainerError::Network(NetworkError::Invalid { .. } | NetworkError::Parameter(_)) => {
             Code::INVALID_ARGUMENT
         }
         ContainerError::Network(NetworkError::Loopback { .. }) => Code::FAILED_PRECONDITION,

@@ -62,10 +62,11 @@ impl Container {
         self: Arc<Self>,
         mut request: ChangeRoutingRequest,
     ) -> Result<(), ContainerError> {
-        let mut parameters = parameters::all(mem::take(&mut request.parameters))?;
+        let parameters = parameters::all(mem::take(&mut request.parameters));
+        let mut parameters = parameters.map_err(NetworkError::from)?;
         parameters::leave_out(&mut parameters, &self.sysctls);
         on_own_thread(move || {
-            parameters::set(self.init_pidfd.as_fd(), &parameters)?;
+            parameters::set(self.init_pidfd.as_fd(), &parameters).map_err(NetworkError::Namespace)?;
             routing::change(self.init_pidfd.as_fd(), &request)
         })
         .await

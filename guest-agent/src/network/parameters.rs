@@ -10,7 +10,13 @@ use std::{
 use bulkhead_agent_api::{agent::KernelParameter, network_parameters::DIRECTORY};
 use nix::sched::{CloneFlags, setns};
 
-use super::NetworkError;
+/// The request makes no sense.
+#[derive(Debug, thiserror::Error)]
+#[error("the name {name:?} is not that of a kernel parameter below {DIRECTORY}")]
+pub struct InvalidName {
+    /// As the request has it.
+    name: String,
+}
 
 /// A parameter and its value.
 #[derive(Debug)]
@@ -21,13 +27,13 @@ pub struct Parameter {
 }
 
 impl TryFrom<KernelParameter> for Parameter {
-    type Error = NetworkError;
+    type Error = InvalidName;
 
-    fn try_from(KernelParameter { name, value, .. }: KernelParameter) -> Result<Self, NetworkError> {
+    fn try_from(KernelParameter { name, value, .. }: KernelParameter) -> Result<Self, InvalidName> {
         let path = PathBuf::from(&name);
         let mut parts = path.components();
         if name.is_empty() || !parts.all(|part| matches!(part, Component::Normal(_))) {
-            return Err(NetworkError::Parameter { name });
+            return Err(InvalidName { name });
         }
         Ok(Self { path, value })
     }
@@ -42,7 +48,7 @@ impl Parameter {
 }
 
 /// What a request says.
-pub fn all(parameters: Vec<KernelParameter>) -> Result<Vec<Parameter>, NetworkError> {
+pub fn all(parameters: Vec<KernelParameter>) -> Result<Vec<Parameter>, InvalidName> {
     parameters.into_iter().map(Parameter::try_from).collect()
 }
 
@@ -55,8 +61,8 @@ pub fn leave_out(parameters: &mut Vec<Parameter>, in_spec: &[PathBuf]) {
 }
 
 /// Sets them in the network namespace of the process `pidfd`, and leaves this thread in it.
-pub fn set(pidfd: BorrowedFd<'_>, parameters: &[Parameter]) -> Result<(), NetworkError> {
-    setns(pidfd, CloneFlags::CLONE_NEWNET).map_err(|errno| NetworkError::Namespace(errno.into()))?;
+pub fn set(pidfd: BorrowedFd<'_>, parameters: &[Parameter]) -> io::Result<()> {
+    setns(pidfd, CloneFlags::CLONE_NEWNET)?;
     set_here(parameters);
     Ok(())
 }
