@@ -21,10 +21,9 @@ pub const MAX_VALUE: usize = 1023;
 
 /// Those of a namespace, in the order in which they are set: the range of local ports cannot begin below the first
 /// port that every user can have.
-pub const OF_NAMESPACE: [(&str, &str); 40] = [
+pub const OF_NAMESPACE: [(&str, &str); 34] = [
     ("core/somaxconn", "4096"),
     ("ipv4/icmp_echo_ignore_all", "0"),
-    ("ipv4/icmp_echo_ignore_broadcasts", "1"),
     ("ipv4/ip_default_ttl", "64"),
     ("ipv4/ip_unprivileged_port_start", "1024"),
     ("ipv4/ip_local_port_range", "32768\t60999"),
@@ -33,7 +32,6 @@ pub const OF_NAMESPACE: [(&str, &str); 40] = [
     ("ipv4/ip_nonlocal_bind", "0"),
     ("ipv4/ping_group_range", "1\t0"),
     ("ipv4/tcp_abort_on_overflow", "0"),
-    ("ipv4/tcp_base_mss", "1024"),
     ("ipv4/tcp_congestion_control", "cubic"),
     ("ipv4/tcp_ecn", "2"),
     ("ipv4/tcp_fastopen", "1"),
@@ -42,11 +40,9 @@ pub const OF_NAMESPACE: [(&str, &str); 40] = [
     ("ipv4/tcp_keepalive_probes", "9"),
     ("ipv4/tcp_keepalive_time", "7200"),
     ("ipv4/tcp_max_syn_backlog", "128"),
-    ("ipv4/tcp_moderate_rcvbuf", "1"),
     ("ipv4/tcp_mtu_probing", "0"),
     ("ipv4/tcp_no_metrics_save", "0"),
     ("ipv4/tcp_notsent_lowat", "4294967295"),
-    ("ipv4/tcp_retries1", "3"),
     ("ipv4/tcp_retries2", "15"),
     ("ipv4/tcp_rfc1337", "0"),
     ("ipv4/tcp_sack", "1"),
@@ -57,8 +53,6 @@ pub const OF_NAMESPACE: [(&str, &str); 40] = [
     ("ipv4/tcp_timestamps", "1"),
     ("ipv4/tcp_tw_reuse", "2"),
     ("ipv4/tcp_window_scaling", "1"),
-    ("ipv4/udp_rmem_min", "4096"),
-    ("ipv4/udp_wmem_min", "4096"),
     ("ipv6/bindv6only", "0"),
     ("ipv6/icmp/echo_ignore_all", "0"),
     ("ipv6/ip_nonlocal_bind", "0"),
@@ -102,7 +96,7 @@ pub const IPV4: [OfInterfaces; 18] = [
     same("arp_notify", 21, "0"),
     single("ignore_routes_with_linkdown", 28, "0"),
     same("log_martians", 10, "0"),
-    same("promote_secondaries", 19, "0"),
+    single("promote_secondaries", 19, "0"),
     same("proxy_arp", 2, "0"),
     same("route_localnet", 25, "0"),
     same("rp_filter", 7, "0"),
