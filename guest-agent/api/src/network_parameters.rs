@@ -6,8 +6,7 @@
 //!
 //! - The kernel has one for each network namespace, and not one for all.
 //! - It says what the kernel does with the pod's packets and sockets, and administrators or CNI plugins change it.
-//! - Its value in a new namespace does not follow from the memory of the machine. `tcp_max_syn_backlog` does, but
-//!   takes no memory by itself: it is 128 in a guest of up to 2 GiB.
+//! - Its value in a new namespace does not follow from the memory of the machine.
 //! - It is no secret and no statistics, and the agent sets it in no other way (`disable_ipv6`, the MTU).
 //!
 //! Each costs the start of a pod some microseconds. The end-to-end case
@@ -21,7 +20,7 @@ pub const MAX_VALUE: usize = 1023;
 
 /// Those of a namespace, in the order in which they are set: the range of local ports cannot begin below the first
 /// port that every user can have.
-pub const OF_NAMESPACE: [(&str, &str); 34] = [
+pub const OF_NAMESPACE: [(&str, &str); 33] = [
     ("core/somaxconn", "4096"),
     ("ipv4/icmp_echo_ignore_all", "0"),
     ("ipv4/ip_default_ttl", "64"),
@@ -39,7 +38,6 @@ pub const OF_NAMESPACE: [(&str, &str); 34] = [
     ("ipv4/tcp_keepalive_intvl", "75"),
     ("ipv4/tcp_keepalive_probes", "9"),
     ("ipv4/tcp_keepalive_time", "7200"),
-    ("ipv4/tcp_max_syn_backlog", "128"),
     ("ipv4/tcp_mtu_probing", "0"),
     ("ipv4/tcp_no_metrics_save", "0"),
     ("ipv4/tcp_notsent_lowat", "4294967295"),

@@ -70,10 +70,11 @@ pub fn set(pidfd: BorrowedFd<'_>, parameters: &[Parameter]) -> io::Result<()> {
 /// Sets them in the network namespace of this thread. What the kernel refuses is no reason to be without a pod: its
 /// host can have a kernel with other values.
 pub(super) fn set_here(parameters: &[Parameter]) {
-    let refused: Vec<_> = parameters.iter().filter(|parameter| parameter.set().is_err()).collect();
-    // Some are only possible after others.
-    for parameter in refused {
-        if let Err(error) = parameter.set() {
+    let refused = |parameter| Parameter::set(parameter).err().map(|error| (parameter, error));
+    for (parameter, error) in parameters.iter().filter_map(refused).collect::<Vec<_>>() {
+        // Some are only possible after others. For what the kernel does not have, it would look for a module again.
+        let again = if error.kind() == io::ErrorKind::NotFound { Err(error) } else { parameter.set() };
+        if let Err(error) = again {
             let Parameter { path, value } = parameter;
             let path = path.display();
             eprintln!(

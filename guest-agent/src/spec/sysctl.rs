@@ -15,7 +15,15 @@ pub(super) fn is_of_interfaces(path: &Path) -> bool {
     path == Path::new("net/ipv4/ip_forward") || path.starts_with("net") && is_in_their_directories()
 }
 
-/// Files below /proc/sys and their values, sorted. `namespaces` are the container's own, as `CLONE_NEW*` bits.
+/// Whether it is `forwarding` of all interfaces of IPv4 or IPv6, which changes other parameters.
+fn is_forwarding_of_all(path: &Path) -> bool {
+    const NAMES: [&str; 3] =
+        ["net/ipv4/ip_forward", "net/ipv4/conf/all/forwarding", "net/ipv6/conf/all/forwarding"];
+    NAMES.iter().any(|name| path == Path::new(name))
+}
+
+/// Files below /proc/sys and their values, sorted. First is what changes others. `namespaces` are the container's own,
+/// as `CLONE_NEW*` bits.
 pub(super) fn resolve(
     sysctls: &HashMap<String, String>,
     namespaces: u64,
@@ -39,6 +47,7 @@ pub(super) fn resolve(
         })
         .collect::<Result<Vec<_>, _>>()?;
     resolved.sort();
+    resolved.sort_by_key(|(path, _)| !is_forwarding_of_all(path));
     Ok(resolved)
 }
 
@@ -98,6 +107,16 @@ mod tests {
         ] {
             assert_eq!(one(name, ALL).unwrap(), [(PathBuf::from(path), "1".to_owned())]);
         }
+    }
+
+    #[test]
+    fn what_changes_others_is_set_first() {
+        let names = ["net.ipv4.conf.all.accept_redirects", "net.ipv4.ip_forward", "kernel.shmmax"];
+        let sysctls = names.map(|name| (name.to_owned(), "1".to_owned()));
+        let resolved = resolve(&HashMap::from(sysctls), ALL).unwrap();
+        let paths: Vec<_> = resolved.iter().map(|(path, _)| path.to_str().unwrap()).collect();
+        let expected = ["net/ipv4/ip_forward", "kernel/shmmax", "net/ipv4/conf/all/accept_redirects"];
+        assert_eq!(paths, expected);
     }
 
     #[test]
