@@ -10,6 +10,7 @@ use std::{
 };
 
 use nix::{
+    errno::Errno,
     sys::{
         prctl,
         resource::{Resource, setrlimit},
@@ -24,6 +25,8 @@ use crate::{
     stage_config::{CapabilityMasks, ProcessConfig, SeccompFilter},
     syscall::{self, CapabilitySets},
 };
+
+const ROOT: &str = "/";
 
 /// The first steps of a process, while the guest's file systems are still there.
 pub(super) fn begin(process: &ProcessConfig) -> Result<(), SetupError> {
@@ -71,17 +74,30 @@ pub(super) fn apply_privileged_settings(process: &ProcessConfig) -> Result<(), S
     if let Some(domain) = process.common.personality {
         syscall::set_personality(domain).step(|| "linux.personality".into())?;
     }
-    // As runc words it: containerd's clients know it so.
-    chdir(&process.cwd)
-        .map_err(|error| errno_text(&error.into()))
-        .step(|| format!("chdir to cwd ({:?}) set in config.json failed", process.cwd))?;
-    // Fails if the directory is not below the root.
-    env::current_dir().step(|| format!("process.cwd {}", process.cwd.display()))?;
+    match chdir(&process.cwd) {
+        // The user may be allowed to enter it, as on a server of NFS that takes root for nobody. `become_user` tries it
+        // again, because it finds the process here.
+        Err(Errno::EACCES | Errno::EPERM) => {
+            chdir(ROOT).step(|| "changing to the container's root".into())?
+        }
+        other => entered(process, other)?,
+    }
     umask(Mode::from_bits_truncate(process.umask));
     let (stdin, stdout, stderr) = (io::stdin(), io::stdout(), io::stderr());
     for stream in [stdin.as_fd(), stdout.as_fd(), stderr.as_fd()] {
         own_stream(stream, process)?;
     }
+    Ok(())
+}
+
+/// What came of an attempt to change to the working directory.
+fn entered(process: &ProcessConfig, attempt: nix::Result<()>) -> Result<(), SetupError> {
+    // As runc words it: containerd's clients know it so.
+    attempt
+        .map_err(|error| errno_text(&error.into()))
+        .step(|| format!("chdir to cwd ({:?}) set in config.json failed", process.cwd))?;
+    // Fails if the directory is not below the root.
+    env::current_dir().step(|| format!("process.cwd {}", process.cwd.display()))?;
     Ok(())
 }
 
@@ -148,6 +164,9 @@ pub(super) fn become_user(process: &ProcessConfig) -> Result<(), SetupError> {
     setgroups(&groups).step(|| "process.user.additionalGids".into())?;
     setgid(Gid::from_raw(process.gid)).step(|| format!("process.user.gid {}", process.gid))?;
     setuid(Uid::from_raw(process.uid)).step(|| format!("process.user.uid {}", process.uid))?;
+    if process.cwd != Path::new(ROOT) && env::current_dir().is_ok_and(|here| here == Path::new(ROOT)) {
+        entered(process, chdir(&process.cwd))?;
+    }
     prctl::set_keepcaps(false).step(|| "keeping capabilities".into())?;
     set_capabilities(process.capabilities)?;
     if process.no_new_privileges {

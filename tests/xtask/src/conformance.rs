@@ -143,10 +143,13 @@ const DIFFERENCES: &[(&str, &str)] = &[
          volumes ([volumes that kubelet keeps up to date](resources.md#volumes-that-kubelet-keeps-up-to-date))",
     ),
     (
-        "a volume on NFS whose server takes root for nobody (`root_squash`), for a container that does not run as root: \
-         not refused, but it gets EACCES for what only its own user may open, write, rename or remove there",
-        "the VMM opens files as root, after the guest's kernel has checked the permissions; to such a server root is \
-         nobody",
+        "groups of a process on NFS whose server takes root for nobody (`root_squash`): a process that is no root \
+         has, besides its own group, those of the file and of the directories above it, whether it is a member or \
+         not. So it cannot give a file to another one of its groups (EPERM), and one with CAP_DAC_OVERRIDE can do \
+         what a member of these groups can. A process that is root has none: `supplementalGroups` have no effect for \
+         it there",
+        "the VMM acts there as the process, and a request names only one of its groups \
+         ([files](architecture.md#files))",
     ),
     (
         "file systems that the host mounts when somebody enters them (autofs, NFS exports below an export) below a \

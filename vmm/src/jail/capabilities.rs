@@ -29,9 +29,10 @@ const FILE_SERVER: CapabilitySet = CapabilitySet::empty()
     // The set-user-ID and set-group-ID bits survive chmod and chown by root. The server drops this capability for a
     // write by any other user.
     .union(CapabilitySet::FSETID)
-    // New files belong to the group of the calling process,
+    // New files belong to the group of the calling process, and what root may not do on a file system that takes root
+    // for nobody (NFS) is done as this process, with its groups,
     .union(CapabilitySet::SETGID)
-    // and to its user.
+    // and its user.
     .union(CapabilitySet::SETUID)
     // mknod(2), which overlayfs uses for whiteouts too. The server never opens a device node.
     .union(CapabilitySet::MKNOD)

@@ -235,10 +235,13 @@ const BLOCK: &[Allowed] = &[
 
 /// The calls that serve FUSE requests.
 const FS: &[Allowed] = &[
-    // A new file belongs to the user and group of the calling process and gets its umask. Then the thread is root
-    // again.
+    // A new file belongs to the user and group of the calling process and gets its umask. What root may not do, the
+    // thread does as this process. Then it is root again.
+    any(libc::SYS_geteuid),
+    any(libc::SYS_getegid),
     any(libc::SYS_setresuid),
     any(libc::SYS_setresgid),
+    any(libc::SYS_setgroups),
     any(libc::SYS_umask),
     // CAP_FSETID is dropped while a file is changed for another user than root.
     any(libc::SYS_capget),

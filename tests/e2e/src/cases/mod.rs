@@ -35,6 +35,7 @@ mod metrics;
 mod mounts;
 mod nested;
 mod network;
+mod nfs;
 mod oom;
 mod operator;
 mod operator_exec;
@@ -73,6 +74,7 @@ pub(crate) const GROUPS: &[Group] = &[
     Group::new("block_io", block_io::CASES),
     Group::new("mounts", mounts::CASES),
     Group::new("permissions", permissions::CASES),
+    Group::new("nfs", nfs::CASES),
     Group::new("network", network::CASES),
     Group::new("datagrams", datagrams::CASES),
     Group::new("limits", limits::CASES),

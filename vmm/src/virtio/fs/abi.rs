@@ -170,6 +170,7 @@ impl Header {
 
 /// The arguments of a request, copied from guest memory. Each call reads from the front. A missing argument is an
 /// error.
+#[derive(Clone)]
 pub(super) struct Args<'a>(&'a [u8]);
 
 impl<'a> Args<'a> {

@@ -1,10 +1,11 @@
-//! The user and group to which a new file belongs.
+//! The user and the groups of the process that caused a request.
 
 use nix::sys::stat::{Mode, umask};
 use rustix::{
     fs::{Gid, Uid},
     io::Errno,
-    thread::{set_thread_res_gid, set_thread_res_uid},
+    process::{getegid, geteuid},
+    thread::{set_thread_groups, set_thread_res_gid, set_thread_res_uid},
 };
 
 use super::abi::{Header, Result};
@@ -26,6 +27,10 @@ impl Caller {
         Ok(Self { user: Uid::from_raw(header.uid), group: Gid::from_raw(header.gid) })
     }
 
+    pub(super) fn is_root(self) -> bool {
+        self.user == Uid::ROOT
+    }
+
     /// Runs `make`, which creates a file. `mask` is the umask of the caller, which the kernel ignores if the
     /// directory has a default access control list.
     pub(super) fn makes<T>(self, mask: u32, make: impl FnOnce() -> Result<T>) -> Result<T> {
@@ -34,22 +39,46 @@ impl Caller {
         if self.user == Uid::ROOT && self.group == Gid::ROOT {
             return make();
         }
-        let root_again = RootAgain;
+        self.does(make)
+    }
+
+    /// Does the same as [`Self::does`], with these groups. No request says of which groups the caller is a member. But
+    /// the guest's kernel has allowed what it asks for, perhaps because of one of these.
+    pub(super) fn with_groups<T>(self, groups: &[Gid], work: impl FnOnce() -> Result<T>) -> Result<T> {
+        let _none_again = NoGroupsAgain;
+        set_thread_groups(groups)?;
+        self.does(work)
+    }
+
+    /// Runs `work` as the user and the group of the caller. The thread keeps its capabilities.
+    fn does<T>(self, work: impl FnOnce() -> Result<T>) -> Result<T> {
+        let _again = Again { user: geteuid(), group: getegid() };
         set_thread_res_gid(Gid::ROOT, self.group, Gid::ROOT)?;
         set_thread_res_uid(Uid::ROOT, self.user, Uid::ROOT)?;
-        let made = make();
-        drop(root_again);
-        made
+        work()
     }
 }
 
-/// Changes the user and group of the thread back to root when it is dropped.
-struct RootAgain;
+/// Changes the user and group of the thread back when it is dropped.
+struct Again {
+    user: Uid,
+    group: Gid,
+}
 
-impl Drop for RootAgain {
+impl Drop for Again {
     fn drop(&mut self) {
         // Neither can fail, because the real user of the thread is root and it has kept its capabilities.
-        let _ = set_thread_res_uid(Uid::ROOT, Uid::ROOT, Uid::ROOT);
-        let _ = set_thread_res_gid(Gid::ROOT, Gid::ROOT, Gid::ROOT);
+        let _ = set_thread_res_uid(Uid::ROOT, self.user, Uid::ROOT);
+        let _ = set_thread_res_gid(Gid::ROOT, self.group, Gid::ROOT);
+    }
+}
+
+/// Removes the groups of the thread when it is dropped.
+struct NoGroupsAgain;
+
+impl Drop for NoGroupsAgain {
+    fn drop(&mut self) {
+        // As above.
+        let _ = set_thread_groups(&[]);
     }
 }

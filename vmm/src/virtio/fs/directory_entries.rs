@@ -123,8 +123,11 @@ impl Server {
         let parent = request.header.node;
         self.tables().nodes.make_room()?;
         let dir = self.path(parent)?;
-        Caller::of(&request.header)?.makes(mask, || make(&dir))?;
-        self.made(parent, name)
+        // Perhaps only the caller is allowed to look it up.
+        Caller::of(&request.header)?.makes(mask, || {
+            make(&dir)?;
+            self.made(parent, name)
+        })
     }
 
     pub(super) fn remove_name(&mut self, mut request: Request, is_directory: bool) -> Result<Answer> {
@@ -161,7 +164,7 @@ impl Server {
             other => Some(other?),
         };
         let rename = || renameat_with(&*dir, name, &*new_dir, new_name, flags);
-        // The whiteout is a new file. Other requests of this kind need not name a user.
+        // The whiteout is a new file. Other requests of this kind make none.
         let rename = || match flags.contains(RenameFlags::WHITEOUT) {
             true => Caller::of(&request.header)?.makes(0, rename),
             false => rename(),

@@ -22,6 +22,7 @@ use super::{
         Args, Body, Header, MAJOR, MINOR, OLDEST_MINOR, OUT_HEADER, Result, WRITE_IN, encode_dev, feature,
         further_feature, opcode,
     },
+    caller::Caller,
     counts::Counts,
     descriptors::Unused,
     file_stat::{FileStat, stat_at},
@@ -57,8 +58,9 @@ const FEATURES: u32 = feature::ASYNC_READ
 /// truncates a file by SETATTR. And there nobody else writes, so the pages of a file that has another time are not out
 /// of date: the guest itself has written to it.
 const FEATURES_OF_SHARED: u32 = feature::ATOMIC_O_TRUNC | feature::AUTO_INVAL_DATA;
-/// Those that came later. With ALLOW_IDMAP, only the requests that create files name a user and a group: those whom the
-/// files are to belong to, after the guest has mapped the ids of the mount.
+/// Those that came later. With ALLOW_IDMAP, the requests that create files name the user and the group whom the files
+/// are to belong to, after the guest has mapped the ids of the mount. Others name those of the process. Linux leaves
+/// these out, and a patch of our guest's kernel does not (`fuse-caller.patch`).
 const FURTHER_FEATURES: u32 = further_feature::ALLOW_IDMAP;
 /// The features of locks that hold outside of the guest. Only our guest kernel asks for POLLED_LOCKS. Without that it
 /// would wait for a lock in a request, and not say when a lock ends.
@@ -147,6 +149,8 @@ pub(super) struct Server {
     pub(super) iovecs: Iovecs,
     /// The thread in the guest whose request is handled.
     pub(super) thread: u32,
+    /// The process in the guest whose request is handled. None: its user is root, or is not known.
+    pub(super) caller: Option<Caller>,
 }
 
 /// A request. All of it was copied from guest memory, except for the data of WRITE.
@@ -313,7 +317,7 @@ impl Drop for LockedTables<'_> {
 impl Server {
     /// A thread of the server.
     pub(super) fn new(shared: Arc<Shared>, counts: Arc<Counts>) -> Self {
-        Self { shared, counts, iovecs: Iovecs::default(), thread: 0 }
+        Self { shared, counts, iovecs: Iovecs::default(), thread: 0, caller: None }
     }
 
     /// Locks the tables.
@@ -326,6 +330,7 @@ impl Server {
     pub(super) fn serve(&mut self, header: Header, len: usize, chain: Chain) -> u32 {
         self.counts.add(header.opcode);
         self.thread = header.thread;
+        self.caller = Caller::of(&header).ok().filter(|caller| !caller.is_root());
         let Chain { mut readable, mut writable, .. } = chain;
         let mut args = Vec::new();
         let copied = if header.len as usize == len {
@@ -368,7 +373,8 @@ impl Server {
         len
     }
 
-    fn answer(&mut self, request: Request) -> Result<Answer> {
+    /// Does what the guest requests.
+    pub(super) fn answer_once(&mut self, request: Request) -> Result<Answer> {
         match request.header.opcode {
             opcode::INIT => init(request.args, self.shared.is_exclusive),
             opcode::DESTROY => self.destroy(),

@@ -9,6 +9,7 @@ use rustix::{fs::OFlags, io::Errno};
 
 use super::{
     abi::Result,
+    caller::Caller,
     descriptors::{Descriptors, Unused},
     table::Table,
 };
@@ -27,6 +28,8 @@ struct Handle {
     /// The file system of the node.
     device: u64,
     flags: OFlags,
+    /// Who has opened it. None: root, or it is not known.
+    opener: Option<Caller>,
 }
 
 /// The table.
@@ -79,9 +82,16 @@ impl Handles {
     }
 
     /// Adds a handle of `node`, which is on the file system `device`, that was opened with `flags` as `fd`.
-    pub(super) fn insert(&mut self, node: u64, device: u64, flags: OFlags, fd: Arc<OwnedFd>) -> Result<u64> {
+    pub(super) fn insert(
+        &mut self,
+        node: u64,
+        device: u64,
+        flags: OFlags,
+        opener: Option<Caller>,
+        fd: Arc<OwnedFd>,
+    ) -> Result<u64> {
         self.make_room()?;
-        let number = self.table.insert(Handle { node, device, flags })?;
+        let number = self.table.insert(Handle { node, device, flags, opener })?;
         self.unused.extend(self.files.insert(number, device, fd));
         Ok(number)
     }
@@ -89,6 +99,11 @@ impl Handles {
     /// The node and the flags of a handle.
     pub(super) fn get(&self, number: u64) -> Result<(u64, OFlags)> {
         self.table.get(number).map(|handle| (handle.node, handle.flags)).ok_or(Errno::BADF)
+    }
+
+    /// Who has opened a handle.
+    pub(super) fn opener(&self, number: u64) -> Result<Option<Caller>> {
+        self.table.get(number).map(|handle| handle.opener).ok_or(Errno::BADF)
     }
 
     /// The descriptor of a handle, if there is one now.

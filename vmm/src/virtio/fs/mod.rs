@@ -61,6 +61,7 @@ mod paths;
 mod read_directory;
 mod read_write;
 mod requests;
+mod root_squash;
 mod sync;
 mod table;
 #[cfg(test)]

@@ -6,7 +6,7 @@
 //! up again. Only a file that the guest has removed and still uses has a descriptor of its own, which is called its
 //! anchor.
 
-use std::{collections::HashMap, ffi::CStr, os::fd::OwnedFd, sync::Arc, time::Instant};
+use std::{collections::HashMap, ffi::CStr, iter, os::fd::OwnedFd, sync::Arc, time::Instant};
 
 use rustix::{
     fs::{FileType, Statx},
@@ -78,6 +78,8 @@ struct Node {
     is_own: bool,
     /// See [`Nodes::told`].
     told: Option<Told>,
+    /// The group to which the file belonged when the guest was told that last.
+    group: u32,
     /// The file is in a mount that the host has unmounted. See [`Nodes::close_unmounted`].
     is_unmounted: bool,
     /// The thread of the guest that has looked up the place. See [`Nodes::found_by`].
@@ -105,6 +107,7 @@ impl Node {
             version: 0,
             is_own,
             told: None,
+            group: stat.stx_gid,
             is_unmounted: false,
             found_by: 0,
             had_other_name: false,
@@ -330,6 +333,16 @@ impl Nodes {
         self.node(number)?.place.clone().ok_or(Errno::STALE)
     }
 
+    /// A node and the directories above it that are in the same mount, and the groups to which they belong.
+    pub(super) fn way_in_mount(&self, number: u64) -> Vec<(u64, u32)> {
+        let mount = self.table.get(number).map(|node| node.mount);
+        let parent = |number: &u64| Some(self.table.get(*number)?.place.as_ref()?.parent);
+        let way = iter::successors(Some(number), parent).take(MOST_ANCESTORS);
+        let known = way.map_while(|number| Some((number, self.table.get(number)?)));
+        let same_mount = known.take_while(|(_, node)| Some(node.mount) == mount);
+        same_mount.map(|(number, node)| (number, node.group)).collect()
+    }
+
     /// A descriptor of a node, if there is one now.
     pub(super) fn kept(&mut self, number: u64) -> Result<Option<Arc<OwnedFd>>> {
         let anchor = self.node(number)?.anchor.clone();
@@ -505,16 +518,18 @@ impl Nodes {
 
     /// Call this before the name of a file is removed, with a descriptor of the file. If the name is the place of the
     /// file's node, the descriptor becomes its anchor.
+    ///
+    /// A file of NFS that is not open gets no anchor, and loses the descriptor that it has: a name of a file to which a
+    /// descriptor refers is not removed there, but becomes `.nfs` and a number until the descriptor is closed, so the
+    /// directory would not be empty.
     pub(super) fn hold(
         &mut self,
         parent: u64,
         name: &CStr,
-        fd: OwnedFd,
+        fd: &Arc<OwnedFd>,
         stat: &FileStat,
+        is_nfs: bool,
     ) -> Result<Option<Held>> {
-        let fd = Arc::new(fd);
-        // If the descriptor does not become an anchor, it is closed without the lock too.
-        self.unused.push(Unused { device: device_of(stat), _kept: fd.clone() });
         let Some(number) = self.known(stat) else { return Ok(None) };
         let (is_full, is_exclusive) = (self.anchors >= self.limits.anchors, self.is_exclusive);
         let node = self.node(number)?;
@@ -522,8 +537,10 @@ impl Nodes {
         if !is_last && !node.place.as_ref().is_some_and(|place| place.is(parent, name)) {
             return Ok(None);
         }
-        if node.anchor.is_none() && !is_full {
-            node.anchor = Some(fd);
+        if is_nfs && node.opens == 0 {
+            self.unused.extend(self.paths.remove(number));
+        } else if node.anchor.is_none() && !is_full {
+            node.anchor = Some(fd.clone());
             node.mount = stat.stx_mnt_id;
             self.anchors += 1;
         } else if is_full && (node.opens > 0 || is_exclusive) && !(is_exclusive && stat.stx_nlink > 1) {

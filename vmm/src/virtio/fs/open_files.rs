@@ -49,11 +49,11 @@ impl Server {
     /// Adds a handle of `node`, which was opened with `flags` as `fd`.
     pub(super) fn add_handle(&mut self, node: u64, flags: OFlags, fd: OwnedFd) -> Result<u64> {
         // If there is an error, the descriptor is closed without the lock.
-        let fd = Arc::new(fd);
+        let (fd, opener) = (Arc::new(fd), self.caller);
         let mut tables = self.tables();
         let device = tables.nodes.device(node).ok_or(Errno::STALE)?;
         tables.nodes.opened(node)?;
-        let number = tables.handles.insert(node, device, flags, fd.clone());
+        let number = tables.handles.insert(node, device, flags, opener, fd.clone());
         if number.is_err() {
             tables.nodes.released(node);
         }
@@ -80,10 +80,16 @@ impl Server {
             return Ok(fd);
         }
         let (node, flags) = self.tables().handles.get(number)?;
-        let (fd, _) = self.open_node(node, flags)?;
-        let fd = Arc::new(fd);
+        let fd = self.open_again(number, node, flags)?;
         self.tables().keep_file(number, flags, &fd)?;
         Ok(fd)
+    }
+
+    /// Opens the node of a handle again, as root or as who has opened it.
+    fn open_again(&mut self, number: u64, node: u64, flags: OFlags) -> Result<Arc<OwnedFd>> {
+        let opener = self.tables().handles.opener(number)?;
+        let (fd, _) = self.as_root_or(opener, &[node], |server| server.open_node(node, flags))?;
+        Ok(Arc::new(fd))
     }
 
     /// A descriptor of an open file, to change its contents or its size.
@@ -109,8 +115,7 @@ impl Server {
             return Ok((self.file(opened)?, appends && !handle_flags.contains(OFlags::APPEND)));
         }
         let handle_flags = handle_flags - OFlags::APPEND;
-        let (fd, _) = self.open_node(node, handle_flags)?;
-        let fd = Arc::new(fd);
+        let fd = self.open_again(number, node, handle_flags)?;
         self.tables().replace_file(number, handle_flags, &fd)?;
         Ok((fd, false))
     }

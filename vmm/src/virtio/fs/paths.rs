@@ -11,14 +11,16 @@ use super::{
     abi::Result,
     file_server::Server,
     file_stat::{FileStat, path_of, stat_at},
-    identity::kind_of,
+    identity::{device_of, kind_of},
     nodes::{Held, MOST_ANCESTORS},
 };
 
 /// Flags for a descriptor that refers to a file but does not open it. A symbolic link is not followed.
 const PATH_FLAGS: OFlags = OFlags::PATH.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
 
-/// `PROC_SUPER_MAGIC` (statfs(2)).
+/// `NFS_SUPER_MAGIC` (statfs(2)).
+pub(super) const NFS: i64 = 0x6969;
+/// `PROC_SUPER_MAGIC`.
 const PROC_SUPER_MAGIC: i64 = 0x9fa0;
 /// Files of procfs with the memory of a process, or with addresses in it. The kernel protects those of other
 /// processes (ptrace(2), "Ptrace access mode checking"), but lets a process open its own. So a guest that has the
@@ -160,9 +162,18 @@ impl Server {
     /// Call this before the name of a file is removed. See [`super::nodes::Nodes::hold`].
     pub(super) fn hold(&mut self, parent: u64, name: &CStr) -> Result<Option<Held>> {
         let dir = self.path(parent)?;
-        let fd = openat(&*dir, name, PATH_FLAGS, Mode::empty())?;
-        let stat = stat_at(&fd, c"")?;
-        self.tables().nodes.hold(parent, name, fd, &stat)
+        let fd = Arc::new(openat(&*dir, name, PATH_FLAGS, Mode::empty())?);
+        let stat = stat_at(&*fd, c"")?;
+        let is_nfs = fstatfs(&*fd)?.f_type == NFS;
+        let held = self.tables().nodes.hold(parent, name, &fd, &stat, is_nfs)?;
+        if is_nfs {
+            // Those of handles that the guest has just closed.
+            let device = device_of(&stat);
+            while let Some(unused) = self.shared.take_unused(|of| of == device) {
+                drop(unused);
+            }
+        }
+        Ok(held)
     }
 }
 

@@ -106,7 +106,9 @@ impl Nodes {
 
     /// The guest is told the attributes of a file.
     pub(in crate::virtio::fs) fn told(&mut self, number: u64, stat: &Statx) {
-        if let Some(node) = self.table.get_mut(number).filter(|node| node.is_own) {
+        let Some(node) = self.table.get_mut(number) else { return };
+        node.group = stat.stx_gid;
+        if node.is_own {
             node.told = Some(Told { size: stat.stx_size, at: Instant::now() });
         }
     }

@@ -36,13 +36,41 @@ fn a_lookup_from_before_a_rename_or_removal_changes_no_place() {
     // Another thread has read these attributes before.
     assert_eq!(nodes.found(ROOT, c"old", &stat, false), Err(Errno::AGAIN));
     assert!(nodes.place(node).unwrap().is(ROOT, c"new"));
-    let held = nodes.hold(ROOT, c"new", openat(CWD, "/", OFlags::PATH, Mode::empty()).unwrap(), &stat);
+    let held = nodes.hold(ROOT, c"new", &open(), &stat, false);
     nodes.lost(held.unwrap());
     assert_eq!(nodes.found(ROOT, c"new", &stat, false), Err(Errno::AGAIN));
     assert!(nodes.kept(node).unwrap().is_some(), "it can still be used");
     // The file has got a name again.
     assert_eq!(nodes.found(ROOT, c"linked", &stat, true), Ok(node));
     assert!(nodes.place(node).unwrap().is(ROOT, c"linked"));
+}
+
+#[test]
+fn only_an_open_file_of_nfs_is_held_when_its_name_is_removed() {
+    let open = || Arc::new(openat(CWD, "/", OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap());
+    let mut stat = stat_at(open(), c"").unwrap();
+    let mut nodes = Nodes::new(open(), &stat, LIMITS, false).unwrap();
+    for (name, is_open) in [(c"closed", false), (c"open", true)] {
+        stat.stx_ino += 1;
+        let node = nodes.found(ROOT, name, &stat, false).unwrap();
+        nodes.keep(node, open()).unwrap();
+        if is_open {
+            nodes.opened(node).unwrap();
+        }
+        let fd = open();
+        let held = nodes.hold(ROOT, name, &fd, &stat, true).unwrap();
+        assert!(held.is_some());
+        // Its own reference, and that of the anchor.
+        assert_eq!(
+            (Arc::strong_count(&fd), nodes.kept(node).unwrap().is_some()),
+            (1 + usize::from(is_open), is_open)
+        );
+        nodes.lost(held);
+        assert_eq!(nodes.place(node).err(), Some(Errno::STALE));
+        // By another name it is the same file.
+        assert_eq!(nodes.found(ROOT, c"linked", &stat, true), Ok(node));
+        assert!(nodes.place(node).unwrap().is(ROOT, c"linked"));
+    }
 }
 
 #[test]
@@ -122,7 +150,7 @@ fn a_mount_is_listed_by_its_top_and_by_a_file_that_was_removed_there() {
     find(&mut nodes, ROOT, c"socket", 30, socket);
     let mounted = find(&mut nodes, ROOT, c"file", 40, regular);
     for (name, number, _) in removed {
-        let held = nodes.hold(volume, name, open(), &file(number, regular)).unwrap();
+        let held = nodes.hold(volume, name, &Arc::new(open()), &file(number, regular), false).unwrap();
         nodes.lost(held);
     }
     let list = |nodes: &Nodes| -> Vec<_> {
