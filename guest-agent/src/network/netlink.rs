@@ -148,11 +148,15 @@ fn unless_there(added: io::Result<()>) -> io::Result<()> {
     }
 }
 
-/// What was to be removed is gone: it was not there, or went with the address or the interface that it belongs to.
+/// What was to be removed is gone: it was not there, or went with the address or the interface that it belongs to, or
+/// with all of IPv6 (ENXIO).
 fn unless_gone(removed: io::Result<()>) -> io::Result<()> {
     match removed {
         Err(error)
-            if matches!(error.raw_os_error(), Some(libc::ESRCH | libc::ENOENT | libc::EADDRNOTAVAIL)) =>
+            if matches!(
+                error.raw_os_error(),
+                Some(libc::ESRCH | libc::ENOENT | libc::EADDRNOTAVAIL | libc::ENXIO)
+            ) =>
         {
             Ok(())
         }

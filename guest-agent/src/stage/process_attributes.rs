@@ -75,8 +75,8 @@ pub(super) fn apply_privileged_settings(process: &ProcessConfig) -> Result<(), S
         syscall::set_personality(domain).step(|| "linux.personality".into())?;
     }
     match chdir(&process.cwd) {
-        // The user may be allowed to enter it, as on a server of NFS that takes root for nobody. `become_user` tries it
-        // again, because it finds the process here.
+        // The user may be allowed to enter it, as on a server of NFS that takes root for nobody. `become_user` tries
+        // again if it finds the process in `/`.
         Err(Errno::EACCES | Errno::EPERM) => {
             chdir(ROOT).step(|| "changing to the container's root".into())?
         }
@@ -164,8 +164,11 @@ pub(super) fn become_user(process: &ProcessConfig) -> Result<(), SetupError> {
     setgroups(&groups).step(|| "process.user.additionalGids".into())?;
     setgid(Gid::from_raw(process.gid)).step(|| format!("process.user.gid {}", process.gid))?;
     setuid(Uid::from_raw(process.uid)).step(|| format!("process.user.uid {}", process.uid))?;
-    if process.cwd != Path::new(ROOT) && env::current_dir().is_ok_and(|here| here == Path::new(ROOT)) {
-        entered(process, chdir(&process.cwd))?;
+    if process.cwd != Path::new(ROOT) {
+        let here = env::current_dir().step(|| format!("process.cwd {}", process.cwd.display()))?;
+        if here == Path::new(ROOT) {
+            entered(process, chdir(&process.cwd))?;
+        }
     }
     prctl::set_keepcaps(false).step(|| "keeping capabilities".into())?;
     set_capabilities(process.capabilities)?;

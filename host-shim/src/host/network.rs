@@ -90,7 +90,9 @@ pub(crate) enum NetworkError {
     Namespace { path: PathBuf, source: io::Error },
     #[error("the pod's network namespace has the interfaces {names}; at most {MOST} are supported")]
     TooMany { names: String },
-    #[error("interface {name}: there is no network card for it: the guest did not give {lost} back")]
+    #[error(
+        "interface {name}: no network card is left for it: {lost} could not be taken back from the guest"
+    )]
     CardsLost { name: String, lost: usize },
     #[error("interface {name} is not an Ethernet interface; only Ethernet is supported")]
     NoEthernet { name: String },

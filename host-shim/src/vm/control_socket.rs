@@ -49,6 +49,8 @@ pub(crate) enum ResizeError {
 /// Why a VM has no further network device or block device, or still has one.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum AttachError {
+    #[error("cannot connect to the VMM")]
+    Connect(#[source] io::Error),
     #[error("cannot ask the VMM about a device")]
     Io(#[from] io::Error),
     #[error("the VMM refuses: {0}")]
@@ -129,7 +131,7 @@ impl Control {
 
     async fn attach(&self, request: &ControlRequest, files: &[RawFd]) -> Result<(), AttachError> {
         let attached = async {
-            let stream = UnixStream::connect(&self.path).await?;
+            let stream = UnixStream::connect(&self.path).await.map_err(AttachError::Connect)?;
             let line = line(request)?;
             let send = || {
                 let (bytes, files) = ([IoSlice::new(&line)], [ControlMessage::ScmRights(files)]);

@@ -238,7 +238,12 @@ async fn redirect(handle: &Handle, from: u32, to: u32) -> Result<(), rtnetlink::
     let index = from as i32;
     handle.qdisc().add(index).ingress().execute().await?;
     let filter = handle.traffic_filter(index).add().parent(INGRESS).protocol(ALL_PROTOCOLS);
-    filter.redirect(to)?.execute().await
+    let added = filter.redirect(to)?.execute().await;
+    if added.is_err() {
+        // Otherwise the next attempt would find it, and take it for that of another program.
+        remove_ingress(handle, from).await?;
+    }
+    added
 }
 
 async fn remove_ingress(handle: &Handle, index: u32) -> Result<(), rtnetlink::Error> {

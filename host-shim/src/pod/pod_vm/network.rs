@@ -76,7 +76,7 @@ enum Card {
         index: u32,
         /// What the guest has of it.
         description: Box<ConfigureNetworkRequest>,
-        /// A change has failed since that was so. The description is all that the guest may have now.
+        /// Set if a change has failed since. The description is then everything that the guest may have.
         failed: Option<FailedChange>,
         /// As long as it exists, the interface passes on packets to all multicast groups.
         _multicast: Option<OwnedFd>,
@@ -297,11 +297,11 @@ impl PodVm {
         Follows(tokio::spawn(task.in_current_span()).abort_handle())
     }
 
-    /// Has the guest follow what has changed of the pod's network. Returns what cannot be done.
-    async fn update_network(&self, guest: &Guest) -> Vec<TaskError> {
+    /// Has the guest follow what has changed of the pod's network. Returns what cannot be done. None: the pod ends.
+    async fn update_network(&self, guest: &Guest) -> Option<Vec<TaskError>> {
         let mut host = self.host.lock().await;
-        let Some(host) = host.as_mut() else { return Vec::new() };
-        let Some(network) = host.network.take() else { return Vec::new() };
+        let host = host.as_mut()?;
+        let network = host.network.take()?;
         let mut work = Work { pod: self, guest, network, host };
         let scan = network::scan(guest.vm.process(), work.operation()).await;
         let failed = match scan {
@@ -310,7 +310,7 @@ impl PodVm {
         };
         let Work { network, host, .. } = work;
         host.network = Some(network);
-        failed
+        Some(failed)
     }
 }
 
@@ -329,7 +329,7 @@ async fn follow(pod: Weak<PodVm>, guest: &Guest, mut watch: Watch) -> io::Result
             pause = None;
         }
         let Some(pod) = pod.upgrade() else { return Ok(()) };
-        let failed = pod.update_network(guest).await;
+        let Some(failed) = pod.update_network(guest).await else { return Ok(()) };
         pause = pause_after(pause, &failed);
         let failed: Vec<_> = failed.iter().map(|error| chain(error)).collect();
         if failed.is_empty() && !last.is_empty() {
@@ -495,7 +495,7 @@ impl Work<'_> {
         // If nobody waits for this any more, the VMM may have it.
         self.network.cards.push(Card::Lost { index: None });
         let attached = self.guest.vm.control().attach_nic(card.mac(), &tap).await;
-        if matches!(attached, Err(AttachError::Refused(_))) {
+        if matches!(attached, Err(AttachError::Refused(_) | AttachError::Connect(_))) {
             self.network.cards.pop();
         }
         attached?;

@@ -59,8 +59,8 @@ const FEATURES: u32 = feature::ASYNC_READ
 /// of date: the guest itself has written to it.
 const FEATURES_OF_SHARED: u32 = feature::ATOMIC_O_TRUNC | feature::AUTO_INVAL_DATA;
 /// Those that came later. With ALLOW_IDMAP, the requests that create files name the user and the group whom the files
-/// are to belong to, after the guest has mapped the ids of the mount. Others name those of the process. Linux leaves
-/// these out, and a patch of our guest's kernel does not (`fuse-caller.patch`).
+/// are to belong to, after the guest has mapped the ids of the mount. Other requests name the process's own. Linux
+/// leaves these out, and a patch of our guest's kernel fills them in (`fuse-caller.patch`).
 const FURTHER_FEATURES: u32 = further_feature::ALLOW_IDMAP;
 /// The features of locks that hold outside of the guest. Only our guest kernel asks for POLLED_LOCKS. Without that it
 /// would wait for a lock in a request, and not say when a lock ends.

@@ -26,7 +26,10 @@ mod contents;
 mod eviction;
 mod mounts;
 mod names;
+mod removal;
 mod unmounted;
+
+pub(super) use removal::Held;
 
 /// The most directories above a file. Linux has no such limit, but limits paths to 4,096 bytes.
 pub(super) const MOST_ANCESTORS: usize = 4096;
@@ -64,6 +67,8 @@ struct Node {
     lookups: u64,
     /// The number of its handles, and one more if the guest has used its contents without one.
     opens: u32,
+    /// The server is about to remove the name that is its place, and there is no anchor. See [`Nodes::hold`].
+    is_losing_name: bool,
     /// See [`Nodes::use_contents`].
     has_used_contents: bool,
     /// See [`Nodes::let_name_be_cached`].
@@ -99,6 +104,7 @@ impl Node {
             anchor,
             lookups: 1,
             opens: 0,
+            is_losing_name: false,
             has_used_contents: false,
             // Until it is decided, another thread must not evict it.
             has_cached_name: true,
@@ -157,10 +163,6 @@ pub(super) struct Nodes {
     /// Descriptors that the owner of the table has to close, without its lock.
     unused: Vec<Unused>,
 }
-
-/// A node whose name is about to be removed. See [`Nodes::hold`].
-#[must_use]
-pub(super) struct Held(u64);
 
 impl Nodes {
     /// A table that contains the directory `root` only.
@@ -514,62 +516,6 @@ impl Nodes {
         let parent = place?.parent;
         self.table.get_mut(parent)?.children -= 1;
         Some(parent)
-    }
-
-    /// Call this before the name of a file is removed, with a descriptor of the file. If the name is the place of the
-    /// file's node, the descriptor becomes its anchor.
-    ///
-    /// A file of NFS that is not open gets no anchor, and loses the descriptor that it has: a name of a file to which a
-    /// descriptor refers is not removed there, but becomes `.nfs` and a number until the descriptor is closed, so the
-    /// directory would not be empty.
-    pub(super) fn hold(
-        &mut self,
-        parent: u64,
-        name: &CStr,
-        fd: &Arc<OwnedFd>,
-        stat: &FileStat,
-        is_nfs: bool,
-    ) -> Result<Option<Held>> {
-        let Some(number) = self.known(stat) else { return Ok(None) };
-        let (is_full, is_exclusive) = (self.anchors >= self.limits.anchors, self.is_exclusive);
-        let node = self.node(number)?;
-        let is_last = is_socket_or_fifo(node.kind) && stat.stx_nlink <= 1;
-        if !is_last && !node.place.as_ref().is_some_and(|place| place.is(parent, name)) {
-            return Ok(None);
-        }
-        if is_nfs && node.opens == 0 {
-            self.unused.extend(self.paths.remove(number));
-        } else if node.anchor.is_none() && !is_full {
-            node.anchor = Some(fd.clone());
-            node.mount = stat.stx_mnt_id;
-            self.anchors += 1;
-        } else if is_full && (node.opens > 0 || is_exclusive) && !(is_exclusive && stat.stx_nlink > 1) {
-            // Linux forgets a file at once that has lost its last name and is not open. So this one is open. Of a file
-            // that has other names it may know the node for long.
-            return Err(Errno::NFILE);
-        }
-        Ok(Some(Held(number)))
-    }
-
-    /// The name was removed.
-    pub(super) fn lost(&mut self, held: Option<Held>) {
-        let Some(Held(number)) = held else { return };
-        if let Some(node) = self.table.get_mut(number) {
-            let left = node.place.take();
-            self.leave(left);
-        }
-    }
-
-    /// The name was not removed.
-    pub(super) fn stays(&mut self, held: Option<Held>) {
-        let Some(Held(number)) = held else { return };
-        if let Some(node) = self.table.get_mut(number)
-            // Another request may have removed the name meanwhile. Then the node needs its anchor.
-            && node.place.is_some()
-        {
-            let (device, anchor) = (node.id.device, node.anchor.take());
-            self.drop_anchor(device, anchor);
-        }
     }
 
     /// The file of `stat` was renamed.

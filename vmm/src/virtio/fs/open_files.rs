@@ -52,7 +52,7 @@ impl Server {
         let (fd, opener) = (Arc::new(fd), self.caller);
         let mut tables = self.tables();
         let device = tables.nodes.device(node).ok_or(Errno::STALE)?;
-        tables.nodes.opened(node)?;
+        tables.nodes.opened_as(node, &fd)?;
         let number = tables.handles.insert(node, device, flags, opener, fd.clone());
         if number.is_err() {
             tables.nodes.released(node);

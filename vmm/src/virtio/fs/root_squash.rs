@@ -57,7 +57,8 @@ impl Server {
         let mut groups = Vec::new();
         for node in nodes {
             let way = self.tables().nodes.way_in_mount(*node);
-            if !self.may_squash_root(way.iter().map(|(node, _)| *node)) {
+            // From the top, which root reaches.
+            if !self.may_squash_root(way.iter().rev().map(|(node, _)| *node)) {
                 return done;
             }
             groups.extend(way.into_iter().map(|(_, group)| Gid::from_raw(group)));
@@ -80,8 +81,8 @@ impl Server {
     }
 }
 
-/// Whether a request reaches a file by its name, and changes nothing if that is not allowed. Others are about open
-/// files.
+/// Whether a request reaches its file by a name, so that it has changed nothing if it is refused, and can be repeated.
+/// Others are about open files.
 fn is_of_paths(opcode: u32) -> bool {
     !matches!(
         opcode,

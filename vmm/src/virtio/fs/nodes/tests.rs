@@ -55,7 +55,7 @@ fn only_an_open_file_of_nfs_is_held_when_its_name_is_removed() {
         let node = nodes.found(ROOT, name, &stat, false).unwrap();
         nodes.keep(node, open()).unwrap();
         if is_open {
-            nodes.opened(node).unwrap();
+            nodes.opened_as(node, &open()).unwrap();
         }
         let fd = open();
         let held = nodes.hold(ROOT, name, &fd, &stat, true).unwrap();
@@ -65,7 +65,10 @@ fn only_an_open_file_of_nfs_is_held_when_its_name_is_removed() {
             (Arc::strong_count(&fd), nodes.kept(node).unwrap().is_some()),
             (1 + usize::from(is_open), is_open)
         );
+        // Another process opens it meanwhile.
+        nodes.opened_as(node, &open()).unwrap();
         nodes.lost(held);
+        assert!(nodes.kept(node).unwrap().is_some(), "it can still be used");
         assert_eq!(nodes.place(node).err(), Some(Errno::STALE));
         // By another name it is the same file.
         assert_eq!(nodes.found(ROOT, c"linked", &stat, true), Ok(node));
