@@ -136,10 +136,9 @@ impl Handles {
         }
     }
 
-    /// Removes a handle, and returns its node.
-    pub(super) fn remove(&mut self, number: u64) -> Result<u64> {
+    /// Removes a handle. Returns its node, and its descriptor, if there is one now.
+    pub(super) fn remove(&mut self, number: u64) -> Result<(u64, Option<Unused>)> {
         let handle = self.table.remove(number).ok_or(Errno::BADF)?;
-        self.unused.extend(self.files.remove(number));
-        Ok(handle.node)
+        Ok((handle.node, self.files.remove(number)))
     }
 }

@@ -10,6 +10,7 @@ use super::{
     abi::Result,
     file_server::{LockedTables, Server},
     file_stat::FileStat,
+    paths::is_nfs,
 };
 
 /// The handle that a request has if the guest opened the file without a request.
@@ -161,9 +162,16 @@ impl Server {
 
     /// Closes a handle.
     pub(super) fn remove_handle(&mut self, number: u64) -> Result<()> {
+        let kept = self.tables().handles.kept(number)?;
+        let is_nfs = kept.is_some_and(|fd| is_nfs(&fd));
         let mut tables = self.tables();
-        let node = tables.handles.remove(number)?;
+        let (node, unused) = tables.handles.remove(number)?;
         tables.nodes.released(node);
+        drop(tables);
+        // The guest may remove the file when it has the answer. See `hold`.
+        if !is_nfs {
+            self.shared.add_unused(unused);
+        }
         Ok(())
     }
 }

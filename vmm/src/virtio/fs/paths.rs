@@ -164,7 +164,7 @@ impl Server {
         let dir = self.path(parent)?;
         let fd = Arc::new(openat(&*dir, name, PATH_FLAGS, Mode::empty())?);
         let stat = stat_at(&*fd, c"")?;
-        let is_nfs = fstatfs(&*fd).is_ok_and(|stat| stat.f_type == NFS);
+        let is_nfs = is_nfs(&fd);
         let held = self.tables().nodes.hold(parent, name, &fd, &stat, is_nfs)?;
         if is_nfs {
             // Those of handles that the guest has just closed.
@@ -175,6 +175,11 @@ impl Server {
         }
         Ok(held)
     }
+}
+
+/// Whether a file is on NFS.
+pub(super) fn is_nfs(fd: &OwnedFd) -> bool {
+    fstatfs(fd).is_ok_and(|stat| stat.f_type == NFS)
 }
 
 /// Opens a regular file anew to be written, for which overlayfs copies one of a lower layer.
