@@ -1,7 +1,7 @@
 //! The file server: handles FUSE requests.
 
 use std::{
-    collections::{HashSet, VecDeque},
+    collections::{HashMap, HashSet, VecDeque},
     ffi::CStr,
     hash::{BuildHasher, RandomState},
     mem,
@@ -125,6 +125,8 @@ pub(super) struct Shared {
     tables: Mutex<Tables>,
     /// Descriptors that were removed from the tables. See [`Shared::take_unused`].
     unused: Mutex<VecDeque<Unused>>,
+    /// Which file systems are NFS, by their device numbers. See [`Shared::is_nfs`].
+    pub(super) nfs: Mutex<HashMap<u64, bool>>,
 }
 
 /// What the guest knows and has open.
@@ -191,8 +193,8 @@ impl Shared {
         let tables = Mutex::new(Tables::new(root.clone(), stat, limits, is_exclusive)?);
         // The root has 0, and Linux passes the number on as an `int`.
         let generation = (RandomState::new().hash_one(()) as u32 >> 1).max(1);
-        let (is_syncing, unused) = (AtomicBool::new(false), Mutex::default());
-        Ok(Self { root, limits, is_exclusive, is_syncing, generation, tables, unused })
+        let (is_syncing, unused, nfs) = (AtomicBool::new(false), Mutex::default(), Mutex::default());
+        Ok(Self { root, limits, is_exclusive, is_syncing, generation, tables, unused, nfs })
     }
 
     /// Locks the tables.
@@ -205,6 +207,8 @@ impl Shared {
     pub(super) fn close_unmounted(&self) {
         let gone = self.gone();
         self.tables().close_unmounted(&gone);
+        // Another file system may get a number of one that is gone.
+        lock(&self.nfs).clear();
     }
 
     /// The nodes in the root that are not there any more. A node that the guest looks up meanwhile is none of them.

@@ -34,7 +34,7 @@ pub(super) use removal::Held;
 /// The most directories above a file. Linux has no such limit, but limits paths to 4,096 bytes.
 pub(super) const MOST_ANCESTORS: usize = 4096;
 /// The most file systems whose inode numbers are kept distinct.
-const MOST_DEVICES: usize = (1 << 16) - 2;
+pub(super) const MOST_DEVICES: usize = (1 << 16) - 2;
 /// Inode numbers of the host that have so many bits at most are shown as numbers of 32 bits, if they are of the first
 /// file systems that were seen. 32-bit programs may understand no larger ones (EOVERFLOW, stat(2)).
 const SMALL_INODE_BITS: u32 = 26;

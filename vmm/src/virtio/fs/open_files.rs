@@ -10,7 +10,6 @@ use super::{
     abi::Result,
     file_server::{LockedTables, Server},
     file_stat::FileStat,
-    paths::is_nfs,
 };
 
 /// The handle that a request has if the guest opened the file without a request.
@@ -51,8 +50,10 @@ impl Server {
     pub(super) fn add_handle(&mut self, node: u64, flags: OFlags, fd: OwnedFd) -> Result<u64> {
         // If there is an error, the descriptor is closed without the lock.
         let (fd, opener) = (Arc::new(fd), self.caller);
+        let device = self.tables().nodes.device(node).ok_or(Errno::STALE)?;
+        // Here the file system responds. Where the handle is removed it may not.
+        self.shared.is_nfs(device, &fd);
         let mut tables = self.tables();
-        let device = tables.nodes.device(node).ok_or(Errno::STALE)?;
         tables.nodes.opened_as(node, &fd)?;
         let number = tables.handles.insert(node, device, flags, opener, fd.clone());
         if number.is_err() {
@@ -162,15 +163,14 @@ impl Server {
 
     /// Closes a handle.
     pub(super) fn remove_handle(&mut self, number: u64) -> Result<()> {
-        let kept = self.tables().handles.kept(number)?;
-        let is_nfs = kept.is_some_and(|fd| is_nfs(&fd));
         let mut tables = self.tables();
         let (node, unused) = tables.handles.remove(number)?;
         tables.nodes.released(node);
         drop(tables);
-        // The guest may remove the file when it has the answer. See `hold`.
-        if !is_nfs {
-            self.shared.add_unused(unused);
+        match unused {
+            // The guest may remove the file when it has the answer. See `hold`.
+            Some(unused) if self.shared.is_known_as_nfs(unused.device) => drop(unused),
+            unused => self.shared.add_unused(unused),
         }
         Ok(())
     }

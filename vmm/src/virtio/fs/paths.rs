@@ -9,11 +9,12 @@ use rustix::{
 
 use super::{
     abi::Result,
-    file_server::Server,
+    file_server::{Server, Shared},
     file_stat::{FileStat, path_of, stat_at},
     identity::{device_of, kind_of},
-    nodes::{Held, MOST_ANCESTORS},
+    nodes::{Held, MOST_ANCESTORS, MOST_DEVICES},
 };
+use crate::lock;
 
 /// Flags for a descriptor that refers to a file but does not open it. A symbolic link is not followed.
 const PATH_FLAGS: OFlags = OFlags::PATH.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
@@ -164,11 +165,11 @@ impl Server {
         let dir = self.path(parent)?;
         let fd = Arc::new(openat(&*dir, name, PATH_FLAGS, Mode::empty())?);
         let stat = stat_at(&*fd, c"")?;
-        let is_nfs = is_nfs(&fd);
+        let device = device_of(&stat);
+        let is_nfs = self.shared.is_nfs(device, &fd);
         let held = self.tables().nodes.hold(parent, name, &fd, &stat, is_nfs)?;
         if is_nfs {
             // Those of handles that the guest has just closed.
-            let device = device_of(&stat);
             while let Some(unused) = self.shared.take_unused(|of| of == device) {
                 drop(unused);
             }
@@ -177,9 +178,26 @@ impl Server {
     }
 }
 
-/// Whether a file is on NFS.
-pub(super) fn is_nfs(fd: &OwnedFd) -> bool {
-    fstatfs(fd).is_ok_and(|stat| stat.f_type == NFS)
+impl Shared {
+    /// Whether the file system with this device number, on which `fd` is, is NFS. It is asked once: each statfs(2) of
+    /// NFS is a request to its server.
+    pub(super) fn is_nfs(&self, device: u64, fd: &OwnedFd) -> bool {
+        if let Some(known) = lock(&self.nfs).get(&device) {
+            return *known;
+        }
+        let is_nfs = fstatfs(fd).is_ok_and(|stat| stat.f_type == NFS);
+        let mut nfs = lock(&self.nfs);
+        if nfs.len() >= MOST_DEVICES {
+            nfs.clear();
+        }
+        nfs.insert(device, is_nfs);
+        is_nfs
+    }
+
+    /// Whether it is known to be NFS. Does not wait for the file system.
+    pub(super) fn is_known_as_nfs(&self, device: u64) -> bool {
+        lock(&self.nfs).get(&device).is_some_and(|is_nfs| *is_nfs)
+    }
 }
 
 /// Opens a regular file anew to be written, for which overlayfs copies one of a lower layer.

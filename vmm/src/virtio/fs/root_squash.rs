@@ -61,15 +61,13 @@ impl Server {
             if !self.may_squash_root(way.iter().rev().map(|(node, _)| *node)) {
                 return done;
             }
-            groups.extend(way.into_iter().map(|(_, group)| Gid::from_raw(group)));
-        }
-        let mut distinct = Vec::new();
-        for group in groups {
-            if distinct.len() < MOST_GROUPS && !distinct.contains(&group) {
-                distinct.push(group);
+            for group in way.into_iter().map(|(_, group)| Gid::from_raw(group)) {
+                if groups.len() < MOST_GROUPS && !groups.contains(&group) {
+                    groups.push(group);
+                }
             }
         }
-        caller.with_groups(&distinct, || work(self))
+        caller.with_groups(&groups, || work(self))
     }
 
     /// Whether the file system of these nodes, which are in one mount, may take root for nobody. It is that of the
