@@ -13,7 +13,7 @@ pub mod relay;
 
 /// Version of this interface, checked by `StartSandbox` and by the ready message (see [`READY_PORT`]). It rises
 /// too when the agent must cope with another machine, such as one whose devices are on a PCI bus.
-pub const API_VERSION: u32 = 20;
+pub const API_VERSION: u32 = 21;
 
 /// vsock port on which the agent serves ttrpc.
 pub const RPC_PORT: u32 = 1024;
@@ -65,15 +65,20 @@ pub const HUGE_PAGE_SIZE: &str = "2MB";
 /// guest's kernel charges them to the cgroup around the container's own, which is limited to so much more.
 pub const PROGRAMS: u64 = 32 << 20;
 
-/// Kernel parameters without a namespace that programs are told to raise on their host, as files below /proc/sys. A
-/// guest has the host's numbers. What they limit is charged to the container or takes nothing by itself, except for
-/// `fs/aio-max-nr`, of which a small guest has less.
-pub const HOST_PARAMETERS: [&str; 8] = [
+/// Kernel parameters without a namespace of which a guest has the host's numbers, as files below /proc/sys. Programs
+/// tell their users to raise some of them on the host. What these limit is charged to the container or takes nothing
+/// by itself, except for `fs/aio-max-nr`, of which a small guest has less. `fs/protected_*` protect users from links,
+/// FIFOs and files that others make. Linux sets them to 0, and systemd(1) raises them on most hosts.
+pub const HOST_PARAMETERS: [&str; 12] = [
     "fs/aio-max-nr",
     "fs/file-max",
     "fs/inotify/max_user_instances",
     "fs/nr_open",
     "fs/pipe-max-size",
+    "fs/protected_fifos",
+    "fs/protected_hardlinks",
+    "fs/protected_regular",
+    "fs/protected_symlinks",
     "net/core/rmem_max",
     "net/core/wmem_max",
     "vm/max_map_count",

@@ -61,6 +61,12 @@ const ROWS: &[Row] = &[
         prepare: nothing,
     },
     Row {
+        name: "`gcc hello.c`, repeated",
+        times: 2,
+        work: |counter, times| counter.order("compile_program", times),
+        prepare: nothing,
+    },
+    Row {
         name: "new 4 KiB file",
         times: 30,
         work: |counter, times| counter.order("new_file", times),
@@ -214,6 +220,7 @@ impl Place {
     fn make() -> Result<Self> {
         let image = ImageRoot::make()?;
         image.write("srv/worker.py", WORKER.as_bytes())?;
+        image.write("srv/hello.c", b"#include <stdio.h>\nint main(void) { puts(\"hello\"); }\n")?;
         image.write("srv/page", &[b'x'; PAGE])?;
         image.write("srv/warm", &vec![b'x'; MIB])?;
         (0..COLD).try_for_each(|index| image.write(&format!("srv/cold-{index}"), &vec![b'x'; MIB]))?;

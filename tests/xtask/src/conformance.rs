@@ -167,6 +167,19 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "FUSE has no such request",
     ),
     (
+        "the device number (`st_dev`) of a volume: not refused, but all directories of the host that a pod mounts have \
+         the same one, and with docker the root has it too. So `find -xdev`, `du -x`, `tar --one-file-system` and \
+         `rsync -x` do not stop at them, df(1) without arguments shows one of them, and `os.path.ismount` of Python \
+         and mountpoint(1) of BusyBox do not know them. /proc/self/mountinfo has all",
+        "they are one file system of the guest, of one virtio-fs device",
+    ),
+    (
+        "changes of a file by a descriptor (fchmod(2), fchown(2), futimens(2), fsetxattr(2)) within 2 seconds after the \
+         guest has looked its name up, if the host or another pod has renamed or removed it meanwhile: ESTALE. Reads, \
+         writes and fstat(2) work",
+        "the request names the file and not the descriptor ([files](architecture.md#files))",
+    ),
+    (
         "lists of directories for 32-bit programs that were built without support for large files: not refused, but \
          EOVERFLOW",
         "positions in directories are numbers of 64 bits; on a host Linux makes smaller ones for such a program",
@@ -295,8 +308,8 @@ const DIFFERENCES: &[(&str, &str)] = &[
     (
         "parameters of the host's kernel without a namespace (`/proc/sys`): not refused, but a container sees those of \
          its guest. It has the host's `vm.max_map_count`, `fs.file-max`, `fs.nr_open`, `fs.aio-max-nr` (no more \
-         than its memory allows), `fs.pipe-max-size`, `fs.inotify.max_user_instances`, `net.core.rmem_max` and \
-         `net.core.wmem_max` as they were when the pod started",
+         than its memory allows), `fs.pipe-max-size`, `fs.inotify.max_user_instances`, `fs.protected_*`, \
+         `net.core.rmem_max` and `net.core.wmem_max` as they were when the pod started",
         "the guest has a kernel of its own ([limits that go by the memory](architecture.md#limits-that-go-by-the-memory))",
     ),
     (

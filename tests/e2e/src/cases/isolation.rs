@@ -18,6 +18,7 @@ pub(super) const CASES: &[Case] = &[
     Case::both("the_host_name_is_the_specs", host_name),
     Case::both("a_container_without_a_host_name_has_the_hosts", host_name_by_default),
     Case::both("the_host_name_is_the_containers_own_to_change", host_name_changes),
+    Case::both("a_user_is_protected_from_links_of_others_as_on_the_host", protected_links),
     Case::both("capabilities_are_the_fourteen_of_the_default", capabilities),
     Case::both("capabilities_are_added_and_dropped", capabilities_changed),
     Case::both("a_user_has_no_effective_capabilities", capabilities_of_a_user),
@@ -86,6 +87,19 @@ fn user(host: &Host) -> Result<()> {
     let finished = host.container().flags(["--user", "1000:1000"]).run(&["sh", "-c", script])?;
     finished.says("uid", "1000")?.says("gid", "1000")?.says("owner", "1000:1000")?;
     finished.fails_with("Permission denied")?;
+    Ok(())
+}
+
+fn protected_links(host: &Host) -> Result<()> {
+    let names =
+        ["fifos", "hardlinks", "regular", "symlinks"].map(|name| format!("/proc/sys/fs/protected_{name}"));
+    let values = names.iter().map(fs::read_to_string).collect::<Result<String, _>>()?;
+    // systemd sets it (sysctl.d/50-default.conf).
+    let hard_links = values.lines().nth(1);
+    ensure!(hard_links == Some("1"), "expected  a host that protects hard links\ncame      {hard_links:?}");
+    let script = format!("cat {}; ln /etc/passwd /tmp/mine 2>&1 | grep -o 'not permitted'", names.join(" "));
+    let finished = host.container().flags(["--user", "1000:1000"]).run(&["sh", "-c", &script])?;
+    finished.succeeds()?.prints(&format!("{values}not permitted\n"))?;
     Ok(())
 }
 

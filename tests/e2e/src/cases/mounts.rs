@@ -1,7 +1,7 @@
 //! The container's file system: its root, the spec's mounts, what is hidden, and what the user mounts.
 
 use std::fs;
-use std::os::unix::fs::{PermissionsExt, symlink};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::path::Path;
 use std::time::Duration;
 
@@ -31,6 +31,7 @@ pub(super) const CASES: &[Case] = &[
     Case::both("a_single_file_of_the_host_is_seen", bind_file),
     Case::both("a_change_on_the_host_is_seen_within_a_second", bind_change_on_host),
     Case::both("what_the_host_changes_in_a_volume_is_seen_at_once_by_who_opens_it", bind_opened),
+    Case::both("a_file_that_the_host_moves_or_removes_is_used_by_who_has_it_open", bind_moved),
     Case::both("what_the_host_changes_in_a_root_is_seen_by_who_opens_it", root_opened),
     Case::both("what_a_container_has_written_survives_its_crash", written_survives),
     Case::both("what_is_synced_is_on_the_disk", synced::on_disk),
@@ -271,6 +272,38 @@ fn bind_opened(host: &Host) -> Result<()> {
     fs::remove_file(observer.at("file"))?;
     observer.sees("cat /shared/file 2> /dev/null || echo gone", "gone")?;
     observer.sees("cat /shared/link 2> /dev/null || echo gone", "gone")?;
+    Ok(())
+}
+
+fn bind_moved(host: &Host) -> Result<()> {
+    let shared = scratch()?;
+    for name in ["moved", "removed", "replaced"] {
+        fs::write(shared.path().join(name), name)?;
+    }
+    // The link of a descriptor in /proc leads to the open file, whatever its name. A change is possible as soon as the
+    // guest does not know the old name any more.
+    let script = "cd /shared; exec 3< moved 4< removed 5< replaced; echo ready; read it
+        for file in 3 4 5; do
+            stat -L -c %s /proc/self/fd/$file; cat <&$file; echo
+        done
+        for file in 3 4 5; do
+            for attempt in $(seq 100); do chmod 640 /proc/self/fd/$file 2> /dev/null && break; sleep 0.1; done
+            stat -L -c %a /proc/self/fd/$file
+            cat /proc/self/fd/$file > /dev/null
+        done";
+    let container = host.container().bind(shared.path(), "/shared", "rbind:rw");
+    let task = container.detach(&["sleep", "1000"])?;
+    let mut inside = task.start_exec("inside", &["sh", "-c", script])?;
+    inside.wait_for("ready\n")?;
+    fs::rename(shared.path().join("moved"), shared.path().join("moved.1"))?;
+    fs::remove_file(shared.path().join("removed"))?;
+    fs::write(shared.path().join("new"), "the new file")?;
+    fs::rename(shared.path().join("new"), shared.path().join("replaced"))?;
+    inside.write(b"\n")?;
+    let expected = "ready\n5\nmoved\n7\nremoved\n8\nreplaced\n640\n640\n640\n";
+    inside.finish()?.succeeds()?.prints(expected)?;
+    let mode = |name: &str| Ok::<_, std::io::Error>(fs::metadata(shared.path().join(name))?.mode() & 0o777);
+    ensure!(mode("moved.1")? == 0o640 && mode("replaced")? != 0o640, "another file was changed");
     Ok(())
 }
 

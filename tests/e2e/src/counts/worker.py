@@ -30,6 +30,11 @@ def execute_true(count):
         assert os.waitpid(child, 0)[1] == 0
 
 
+def compile_program(count):
+    for _ in range(count):
+        subprocess.run(["gcc", "-o", "/srv/hello", "/srv/hello.c"], check=True)
+
+
 def new_file(count):
     global files
     for _ in range(count):

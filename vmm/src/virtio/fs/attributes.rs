@@ -18,6 +18,8 @@ use super::{
 };
 use crate::jail::capabilities::without_set_id_bits;
 
+/// `fuse_attr_out`, in bytes.
+pub(super) const ATTR_OUT: usize = 104;
 /// What SETATTR may change. The times of a change are those of the host.
 const CHANGES: u32 = set::MODE | set::UID | set::GID | set::SIZE | set::ATIME | set::MTIME;
 
@@ -31,7 +33,7 @@ impl Server {
         let opened =
             (flags & GETATTR_FH != 0).then(|| self.opened(request.header.node, handle)).transpose()?;
         let stat = self.stat(request.header.node, opened)?;
-        Ok(self.attributes_out(request.header.node, &stat))
+        Ok(self.attributes_out(Body::default(), request.header.node, &stat).into())
     }
 
     /// The attributes of a file. Uses the descriptor of its handle if there is one, because the file may have no name
@@ -45,10 +47,10 @@ impl Server {
         self.stat_node(node)
     }
 
-    /// `fuse_attr_out`.
-    fn attributes_out(&mut self, node: u64, stat: &Statx) -> Answer {
+    /// Adds `fuse_attr_out`.
+    pub(super) fn attributes_out(&mut self, body: Body, node: u64, stat: &Statx) -> Body {
         let seconds = self.tables().nodes.cached_for(node).as_secs();
-        self.attributes(Body::default().u64(seconds).zeros(8), node, stat).into()
+        self.attributes(body.u64(seconds).zeros(8), node, stat)
     }
 
     /// `fuse_statx_in`: the attributes of `fuse_getattr_in`, and the time of creation.
@@ -172,7 +174,7 @@ impl Server {
         if self.shared.is_exclusive {
             self.tables().nodes.was_copied(node, &stat)?;
         }
-        Ok(self.attributes_out(node, &stat))
+        Ok(self.attributes_out(Body::default(), node, &stat).into())
     }
 
     /// Call this after a change of a node's file that may have made an overlay copy it. Files of an exclusive share

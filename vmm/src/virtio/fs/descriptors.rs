@@ -40,6 +40,11 @@ impl Descriptors {
         Some(kept.fd.clone())
     }
 
+    /// A descriptor with a number of which `is_wanted` is true, if there is one.
+    pub(super) fn find(&self, is_wanted: impl Fn(u64) -> bool) -> Option<Arc<OwnedFd>> {
+        self.kept.iter().find(|kept| is_wanted(kept.number)).map(|kept| kept.fd.clone())
+    }
+
     /// Adds `fd`, of a file on the file system `device`, with `number`. Returns a descriptor that was removed for it.
     /// If there is one with this number already, that one stays: two threads may have opened the same file.
     pub(super) fn insert(&mut self, number: u64, device: u64, fd: Arc<OwnedFd>) -> Option<Unused> {

@@ -510,7 +510,10 @@ impl Server {
     /// `fuse_entry_out` of a node, whose name the guest may cache for this long.
     pub(super) fn entry_cached(&mut self, node: u64, stat: &Statx, name: Duration) -> Body {
         // All nodes have the same generation, because a node ID is never used again.
-        let attributes = self.tables().nodes.cached_for(node);
+        let mut tables = self.tables();
+        tables.nodes.named(node, name);
+        let attributes = tables.nodes.cached_for(node);
+        drop(tables);
         let generation = self.shared.generation.into();
         let body = Body::default().u64(node).u64(generation).u64(name.as_secs()).u64(attributes.as_secs());
         self.attributes(body.zeros(8), node, stat)

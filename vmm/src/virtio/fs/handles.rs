@@ -112,6 +112,11 @@ impl Handles {
         Ok(self.files.get(number))
     }
 
+    /// The descriptor of a handle of this node, if one has a descriptor now.
+    pub(super) fn kept_of_node(&self, node: u64) -> Option<Arc<OwnedFd>> {
+        self.files.find(|number| self.table.get(number).is_some_and(|handle| handle.node == node))
+    }
+
     /// Sets the flags of a handle, and the descriptor that was opened with them.
     pub(super) fn replace(&mut self, number: u64, flags: OFlags, fd: Arc<OwnedFd>) -> Result<()> {
         let handle = self.table.get_mut(number).ok_or(Errno::BADF)?;

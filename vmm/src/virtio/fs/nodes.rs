@@ -21,6 +21,7 @@ use super::{
     table::Table,
 };
 
+mod anchors;
 pub(super) mod caching;
 mod contents;
 mod eviction;
@@ -29,6 +30,7 @@ mod names;
 mod removal;
 mod unmounted;
 
+use anchors::Anchors;
 pub(super) use removal::Held;
 
 /// The most directories above a file. Linux has no such limit, but limits paths to 4,096 bytes.
@@ -51,7 +53,7 @@ pub(super) struct Limits {
     pub(super) paths: usize,
     /// Descriptors of files that were opened for nodes.
     pub(super) files: usize,
-    /// Files that the guest has removed and still uses.
+    /// Files that the guest has removed and still uses. One file system may have half of them.
     pub(super) anchors: usize,
 }
 
@@ -83,6 +85,8 @@ struct Node {
     is_own: bool,
     /// See [`Nodes::told`].
     told: Option<Told>,
+    /// See [`Nodes::named`].
+    name_is_cached_until: Instant,
     /// The group to which the file belonged when the guest was told that last.
     group: u32,
     /// The file is in a mount that the host has unmounted. See [`Nodes::close_unmounted`].
@@ -113,6 +117,7 @@ impl Node {
             version: 0,
             is_own,
             told: None,
+            name_is_cached_until: Instant::now(),
             group: stat.stx_gid,
             is_unmounted: false,
             found_by: 0,
@@ -157,7 +162,7 @@ pub(super) struct Nodes {
     own: usize,
     /// The number of nodes that count as open because of their contents.
     used: usize,
-    anchors: usize,
+    anchors: Anchors,
     /// The file systems, in the order in which they were seen.
     devices: HashMap<u64, u64>,
     /// Descriptors that the owner of the table has to close, without its lock.
@@ -182,7 +187,7 @@ impl Nodes {
             open: 0,
             own: 0,
             used: 0,
-            anchors: 0,
+            anchors: Anchors::default(),
             devices: HashMap::new(),
             unused: Vec::new(),
         };
@@ -269,12 +274,13 @@ impl Nodes {
         // If there is an error, the descriptor is closed without the lock.
         self.unused.push(Unused { device: device_of(stat), _kept: anchor.clone() });
         self.node(parent)?;
-        if self.anchors >= self.limits.anchors {
+        let device = device_of(stat);
+        if self.anchors.are_full(device, self.limits) {
             return Err(Errno::NFILE);
         }
         let is_own = self.is_own(parent);
         let number = self.insert(stat, None, Some(anchor), is_own)?;
-        self.anchors += 1;
+        self.anchors.add(device);
         Ok(number)
     }
 
@@ -499,7 +505,7 @@ impl Nodes {
 
     fn drop_anchor(&mut self, device: u64, anchor: Option<Arc<OwnedFd>>) {
         if anchor.is_some() {
-            self.anchors -= 1;
+            self.anchors.remove(device);
         }
         self.unused.extend(anchor.map(|fd| Unused { device, _kept: fd }));
     }

@@ -12,7 +12,7 @@ use super::{
     file_server::{Server, Shared},
     file_stat::{FileStat, path_of, stat_at},
     identity::{device_of, kind_of},
-    nodes::{Held, MOST_ANCESTORS, MOST_DEVICES},
+    nodes::{Held, MOST_ANCESTORS, MOST_DEVICES, Place},
 };
 use crate::lock;
 
@@ -59,6 +59,13 @@ impl Server {
 
     /// An O_PATH descriptor of a node.
     pub(super) fn path(&mut self, number: u64) -> Result<Arc<OwnedFd>> {
+        match self.path_by_place(number) {
+            Err(Errno::STALE) => self.path_by_handle(number),
+            other => other,
+        }
+    }
+
+    fn path_by_place(&mut self, number: u64) -> Result<Arc<OwnedFd>> {
         let mut below = Vec::new();
         let mut at = number;
         let mut fd = loop {
@@ -81,6 +88,31 @@ impl Server {
         Ok(fd)
     }
 
+    /// An O_PATH descriptor of a node that should be at `place`, which is not kept.
+    fn path_at_place(&mut self, number: u64, place: &Place) -> Result<Arc<OwnedFd>> {
+        let found = match self.path(place.parent) {
+            Ok(dir) => self.path_at(number, &dir, &place.name).map(Arc::new),
+            Err(error) => Err(error),
+        };
+        match found {
+            Err(Errno::STALE) => self.path_by_handle(number),
+            other => other,
+        }
+    }
+
+    /// An O_PATH descriptor of a file that is not at its place any more, but open. See `Nodes::moved_away`.
+    fn path_by_handle(&mut self, number: u64) -> Result<Arc<OwnedFd>> {
+        let open = self.kept_of_node(number)?;
+        let fd = Arc::new(openat(CWD, &*path_of(&open), OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?);
+        let mount = stat_at(&*fd, c"")?.stx_mnt_id;
+        if self.tables().nodes.moved_away(number, &fd, mount)? { Ok(fd) } else { Err(Errno::STALE) }
+    }
+
+    /// The descriptor of a handle of this node. ESTALE: there is none.
+    fn kept_of_node(&self, number: u64) -> Result<Arc<OwnedFd>> {
+        self.tables().handles.kept_of_node(number).ok_or(Errno::STALE)
+    }
+
     /// An O_PATH descriptor of a node that should be at `name` in `parent`.
     fn path_at(&mut self, number: u64, parent: &OwnedFd, name: &CStr) -> Result<OwnedFd> {
         let fd = openat(parent, name, PATH_FLAGS, Mode::empty()).map_err(stale)?;
@@ -89,8 +121,16 @@ impl Server {
         Ok(fd)
     }
 
-    /// The attributes of a node.
+    /// The attributes of a node. If the file is not at its place any more, but open, they are those of the open file:
+    /// see `Nodes::moved_away`.
     pub(super) fn stat_node(&mut self, number: u64) -> Result<FileStat> {
+        match self.stat_by_place(number) {
+            Err(Errno::STALE) => stat_at(&*self.kept_of_node(number)?, c""),
+            other => other,
+        }
+    }
+
+    fn stat_by_place(&mut self, number: u64) -> Result<FileStat> {
         let kept = self.tables().nodes.kept(number)?;
         if let Some(fd) = kept {
             return stat_at(&*fd, c"");
@@ -117,10 +157,7 @@ impl Server {
         let place = self.tables().nodes.place(number);
         let fd = match (kept, &place) {
             (Some(fd), _) => fd,
-            (None, Ok(place)) => {
-                let dir = self.path(place.parent)?;
-                Arc::new(self.path_at(number, &dir, &place.name)?)
-            }
+            (None, Ok(place)) => self.path_at_place(number, place)?,
             (None, Err(error)) => return Err(*error),
         };
         if place.is_ok_and(|place| OWN_MEMORY.contains(&&*place.name))

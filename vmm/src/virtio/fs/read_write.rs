@@ -19,6 +19,7 @@ use super::{
         Body, FSYNC_DATA, OPEN_DIRECT_IO, OPEN_KEEP_CACHE, OPEN_KILL_SUIDGID, OPEN_NOFLUSH, OPENED_FOR_IOCTL,
         Result, WRITE_KILL_SUIDGID,
     },
+    attributes::ATTR_OUT,
     file_server::{Answer, LONGEST_DATA, Request, Server, done},
     file_stat::{FileStat, stat_at},
     handles,
@@ -97,7 +98,10 @@ impl Server {
 
     /// `fuse_release_in`.
     pub(super) fn release(&mut self, mut request: Request) -> Result<Answer> {
-        self.remove_handle(request.args.u64()?)?;
+        let handle = request.args.u64()?;
+        // A descriptor of NFS is closed here, and the request counts for the file system of its node.
+        self.opened(request.header.node, handle)?;
+        self.remove_handle(handle)?;
         Ok(done())
     }
 
@@ -183,7 +187,15 @@ impl Server {
         if is_synchronous {
             fdatasync(&*fd)?;
         }
-        Ok(written_out(written))
+        let body = written_out(written);
+        // Our guest kernel leaves room for the attributes in an exclusive device (`fuse-written-attributes.patch`). If
+        // it does not get them, it asks for them when they are needed.
+        let wants_attributes =
+            self.shared.is_exclusive && request.room.len() >= body.as_bytes().len() + ATTR_OUT;
+        match wants_attributes.then(|| stat_at(&*fd, c"")) {
+            Some(Ok(stat)) => Ok(self.attributes_out(body, request.header.node, &stat).into()),
+            Some(Err(_)) | None => Ok(body.into()),
+        }
     }
 
     /// `fuse_fallocate_in`.
@@ -227,7 +239,7 @@ impl Server {
         let to = self.writable_file(to)?;
         let length = length.min(LONGEST_COPY) as usize;
         let copied = copy_file_range(&*from, Some(&mut from_offset), &*to, Some(&mut to_offset), length)?;
-        Ok(written_out(copied))
+        Ok(written_out(copied).into())
     }
 }
 
@@ -245,8 +257,8 @@ pub(super) fn flush_flags(flags: u32, file: &OwnedFd) -> u32 {
 }
 
 /// `fuse_write_out`.
-fn written_out(count: usize) -> Answer {
-    Body::default().u32(count as u32).u32(0).into()
+fn written_out(count: usize) -> Body {
+    Body::default().u32(count as u32).u32(0)
 }
 
 /// A version number of the contents of a file, which changes when the contents change. Returns 0 if the next change

@@ -186,6 +186,15 @@ impl Guest {
         self.ask(opcode::SETATTR, node, body.as_bytes())
     }
 
+    /// The size that GETATTR without a handle says, as for fstat(2).
+    fn size(&mut self, node: u64) -> Result<u64, i32> {
+        self.ask(opcode::GETATTR, node, &[0; 16]).map(|answer| long(&answer, 24))
+    }
+
+    fn release(&mut self, node: u64, handle: u64) {
+        self.ask(opcode::RELEASE, node, Body::default().u64(handle).zeros(16).as_bytes()).unwrap();
+    }
+
     /// The node ID of `name` in `parent`. Node 0 counts as ENOENT.
     fn lookup(&mut self, parent: u64, name: &str) -> Result<u64, i32> {
         let entry = self.ask(opcode::LOOKUP, parent, format!("{name}\0").as_bytes())?;
@@ -246,10 +255,18 @@ fn create(guest: &mut Guest, uid: u32, name: &str, flags: i32, mode: u32) -> Res
     Ok((long(&answer, 0), long(&answer, 128)))
 }
 
+fn until(mut is_so: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while !is_so() {
+        assert!(Instant::now() < deadline, "it takes too long");
+        thread::sleep(Duration::from_millis(10));
+    }
+}
+
 /// Small limits.
 fn few() -> Limits {
     Limits {
-        nodes: nodes::Limits { idle: 64, open: 100, paths: 4, files: 8, anchors: 8 },
+        nodes: nodes::Limits { idle: 64, open: 100, paths: 4, files: 8, anchors: 16 },
         handles: handles::Limits { handles: 200, files: 8 },
         listings: crate::virtio::fs::listings::Limits { listings: 8, bytes: 1 << 18 },
         locks: lock_owners::Limits { owners: 4, ranges: 10 },
@@ -378,7 +395,7 @@ fn what_is_removed_while_it_is_open_stays_until_it_is_closed() {
         let (node, handle) = create(&mut guest, 0, &name, libc::O_RDWR, 0o600).unwrap();
         guest.write(node, handle, name.as_bytes()).unwrap();
         let unlinked = guest.ask(opcode::UNLINK, ROOT, format!("{name}\0").as_bytes());
-        // A removed file that is open takes a descriptor. The limit is eight.
+        // A removed file that is open takes a descriptor. The limit of one file system is eight.
         assert_eq!(unlinked.err(), (index == 8).then_some(-libc::ENFILE));
         assert_eq!(guest.path(&name).exists(), index == 8);
         removed.push((node, handle));
@@ -389,7 +406,7 @@ fn what_is_removed_while_it_is_open_stays_until_it_is_closed() {
     for (index, (node, handle)) in removed.iter().enumerate() {
         assert_eq!(guest.read(*node, *handle, 0, 10).unwrap(), index.to_string().as_bytes());
         guest.ask(opcode::GETATTR, *node, &[0; 16]).unwrap();
-        guest.ask(opcode::RELEASE, *node, Body::default().u64(*handle).zeros(16).as_bytes()).unwrap();
+        guest.release(*node, *handle);
         guest.forget(*node, 1);
         assert_eq!(guest.ask(opcode::GETATTR, *node, &[0; 16]), Err(-libc::ESTALE));
     }
@@ -503,14 +520,17 @@ fn what_the_host_replaces_is_looked_up_again() {
     fs::write(guest.path("file"), "old").unwrap();
     let old = guest.lookup(ROOT, "file").unwrap();
     let handle = guest.open(old, libc::O_RDONLY).unwrap();
-    fs::write(guest.path("new"), "new").unwrap();
+    fs::write(guest.path("new"), "new file").unwrap();
     fs::rename(guest.path("new"), guest.path("file")).unwrap();
     assert_eq!(guest.open(old, libc::O_RDONLY), Err(-libc::ESTALE));
-    assert_eq!(guest.ask(opcode::GETATTR, old, &[0; 16]), Err(-libc::ESTALE));
+    assert_eq!(guest.set_attributes(old, set::MODE, 0, 0o600), Err(-libc::ESTALE));
     assert_eq!(guest.read(old, handle, 0, 10).unwrap(), b"old");
+    assert_eq!(guest.size(old), Ok(3));
+    guest.release(old, handle);
+    assert_eq!(guest.size(old), Err(-libc::ESTALE));
     let new = guest.lookup(ROOT, "file").unwrap();
     let handle = guest.open(new, libc::O_RDONLY).unwrap();
-    assert_eq!(guest.read(new, handle, 0, 10).unwrap(), b"new");
+    assert_eq!(guest.read(new, handle, 0, 10).unwrap(), b"new file");
     // The host exchanges a directory with its parent.
     fs::create_dir_all(guest.path("one/two")).unwrap();
     let one = guest.lookup(ROOT, "one").unwrap();
@@ -523,6 +543,57 @@ fn what_the_host_replaces_is_looked_up_again() {
     assert_eq!(guest.lookup(two, "one"), Err(-libc::ESTALE));
     assert_eq!(guest.lookup(ROOT, "two"), Ok(two));
     assert_eq!(guest.lookup(two, "one"), Ok(one));
+}
+
+#[test]
+fn a_file_that_the_host_moves_or_removes_stays_usable_while_it_is_open() {
+    let mut guest = Guest::new();
+    let names = ["moved", "replaced", "removed"];
+    let mut opened = Vec::new();
+    for name in names {
+        fs::write(guest.path(name), name).unwrap();
+        let node = guest.lookup(ROOT, name).unwrap();
+        opened.push((node, guest.open(node, libc::O_RDWR).unwrap()));
+    }
+    let moved = fs::File::open(guest.path("moved")).unwrap();
+    fs::rename(guest.path("moved"), guest.path("other")).unwrap();
+    fs::write(guest.path("new"), "").unwrap();
+    fs::rename(guest.path("new"), guest.path("replaced")).unwrap();
+    fs::remove_file(guest.path("removed")).unwrap();
+    for ((node, _), name) in opened.iter().zip(names) {
+        assert_eq!(guest.size(*node), Ok(name.len() as u64), "fstat of {name}");
+        // While the guest may know the name, a change may be meant for what has the name now.
+        assert_eq!(guest.set_attributes(*node, set::MODE, 0, 0o640), Err(-libc::ESTALE), "{name}");
+    }
+    for ((node, handle), name) in opened.iter().zip(names) {
+        until(|| guest.set_attributes(*node, set::MODE, 0, 0o640).is_ok());
+        guest.ask(opcode::STATFS, *node, &[]).unwrap();
+        let again = guest.open(*node, libc::O_RDONLY).unwrap();
+        assert_eq!(guest.read(*node, again, 0, 100).unwrap(), name.as_bytes());
+        guest.release(*node, again);
+        guest.release(*node, *handle);
+    }
+    assert_eq!(moved.metadata().unwrap().mode() & 0o777, 0o640);
+    assert_ne!(fs::metadata(guest.path("replaced")).unwrap().mode() & 0o777, 0o640);
+    // It is found where it is now.
+    assert_eq!(guest.lookup(ROOT, "other"), Ok(opened[0].0));
+    assert_ne!(guest.lookup(ROOT, "replaced"), Ok(opened[1].0));
+    guest.forget(opened[2].0, 1);
+    assert_eq!(guest.size(opened[2].0), Err(-libc::ESTALE));
+}
+
+#[test]
+fn a_handle_is_closed_as_that_of_its_node_only() {
+    let mut guest = Guest::new();
+    let (node, handle) = create(&mut guest, 0, "one", libc::O_RDWR, 0o600).unwrap();
+    let (other, _) = create(&mut guest, 0, "other", libc::O_RDWR, 0o600).unwrap();
+    let release = Body::default().u64(handle).zeros(16);
+    for opcode in [opcode::RELEASE, opcode::RELEASEDIR] {
+        assert_eq!(guest.ask(opcode, other, release.as_bytes()), Err(-libc::EBADF));
+    }
+    guest.write(node, handle, b"text").unwrap();
+    guest.release(node, handle);
+    assert_eq!(guest.write(node, handle, b"text"), Err(-libc::EBADF));
 }
 
 #[test]

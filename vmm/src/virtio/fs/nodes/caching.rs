@@ -28,6 +28,9 @@ pub(in crate::virtio::fs) const EXCLUSIVE_CACHED_FOR: Duration = Duration::from_
 /// A process in the container may wait for a file that somebody on the host copies into it.
 pub(in crate::virtio::fs) const OWN_ABSENCE_CACHED_FOR: Duration = Duration::from_secs(10);
 
+/// How long it takes at most, in general, until the guest has an answer.
+const UNTIL_ANSWERED: Duration = Duration::from_secs(1);
+
 /// What the guest may have cached of a file, compared with what it is now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::virtio::fs) enum Known {
@@ -101,6 +104,14 @@ impl Nodes {
                 Duration::ZERO
             }
             _ => self.cached_for(number),
+        }
+    }
+
+    /// The guest is told the name of a node, which it may cache for this long from now on. It takes some time until it
+    /// has the answer.
+    pub(in crate::virtio::fs) fn named(&mut self, number: u64, cached_for: Duration) {
+        if let Some(node) = self.table.get_mut(number) {
+            node.name_is_cached_until = Instant::now() + cached_for + UNTIL_ANSWERED;
         }
     }
 

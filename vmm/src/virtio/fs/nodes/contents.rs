@@ -93,7 +93,12 @@ impl Nodes {
         if self.by_id.contains_key(&id) {
             return Err(Errno::STALE);
         }
-        let before = mem::replace(&mut self.node(number)?.id, id);
+        let node = self.node(number)?;
+        let (before, has_anchor) = (mem::replace(&mut node.id, id), node.anchor.is_some());
+        if has_anchor {
+            self.anchors.remove(before.device);
+            self.anchors.add(id.device);
+        }
         if self.by_id.get(&before) == Some(&number) {
             self.by_id.remove(&before);
         }

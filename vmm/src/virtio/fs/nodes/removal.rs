@@ -1,11 +1,15 @@
 //! Nodes whose files lose their names.
 
-use std::{ffi::CStr, os::fd::OwnedFd, sync::Arc};
+use std::{ffi::CStr, os::fd::OwnedFd, sync::Arc, time::Instant};
 
 use rustix::io::Errno;
 
 use super::Nodes;
-use crate::virtio::fs::{abi::Result, file_stat::FileStat, identity::is_socket_or_fifo};
+use crate::virtio::fs::{
+    abi::Result,
+    file_stat::FileStat,
+    identity::{device_of, is_socket_or_fifo},
+};
 
 /// A node whose name is about to be removed. See [`Nodes::hold`].
 #[must_use]
@@ -27,7 +31,8 @@ impl Nodes {
         is_nfs: bool,
     ) -> Result<Option<Held>> {
         let Some(number) = self.known(stat) else { return Ok(None) };
-        let (is_full, is_exclusive) = (self.anchors >= self.limits.anchors, self.is_exclusive);
+        let device = device_of(stat);
+        let (is_full, is_exclusive) = (self.anchors.are_full(device, self.limits), self.is_exclusive);
         let node = self.node(number)?;
         let is_last = is_socket_or_fifo(node.kind) && stat.stx_nlink <= 1;
         if !is_last && !node.place.as_ref().is_some_and(|place| place.is(parent, name)) {
@@ -40,10 +45,10 @@ impl Nodes {
         } else if node.anchor.is_none() && !is_full {
             node.anchor = Some(fd.clone());
             node.mount = stat.stx_mnt_id;
-            self.anchors += 1;
-        } else if is_full && (node.opens > 0 || is_exclusive) && !(is_exclusive && stat.stx_nlink > 1) {
-            // Linux forgets a file at once that has lost its last name and is not open. So this one is open. Of a file
-            // that has other names it may know the node for long.
+            self.anchors.add(device);
+        } else if is_full && node.opens > 0 && !(is_exclusive && stat.stx_nlink > 1) {
+            // In an exclusive share the guest has read or written it, and may have it open. If it has other names,
+            // Linux may know the node for long after the file was closed.
             return Err(Errno::NFILE);
         }
         Ok(Some(Held(number)))
@@ -53,13 +58,44 @@ impl Nodes {
     /// the descriptor becomes its anchor.
     pub(in crate::virtio::fs) fn opened_as(&mut self, number: u64, fd: &Arc<OwnedFd>) -> Result<()> {
         self.opened(number)?;
-        let is_full = self.anchors >= self.limits.anchors;
+        let node = self.node(number)?;
+        let device = node.id.device;
+        let is_full = self.anchors.are_full(device, self.limits);
         let node = self.node(number)?;
         if (node.is_losing_name || node.place.is_none()) && node.anchor.is_none() && !is_full {
             node.anchor = Some(fd.clone());
-            self.anchors += 1;
+            self.anchors.add(device);
         }
         Ok(())
+    }
+
+    /// The file of a node is not at its place any more: somebody else has renamed or removed it. The guest has it open
+    /// by `fd`, which becomes its anchor. Returns false if that cannot be.
+    ///
+    /// Linux names the node, and no handle, in requests of fstat(2), fchmod(2) and the like, and when a process opens
+    /// `/proc/self/fd/N`. But chmod(2) of a name that the guest has cached names the node too, and must not change a
+    /// file that has another name now. So this is done only after the guest has to look the name up anew.
+    pub(in crate::virtio::fs) fn moved_away(
+        &mut self,
+        number: u64,
+        fd: &Arc<OwnedFd>,
+        mount: u64,
+    ) -> Result<bool> {
+        let node = self.node(number)?;
+        if node.opens == 0 || node.anchor.is_some() || Instant::now() < node.name_is_cached_until {
+            return Ok(false);
+        }
+        let device = node.id.device;
+        if self.anchors.are_full(device, self.limits) {
+            return Ok(false);
+        }
+        let node = self.node(number)?;
+        node.anchor = Some(fd.clone());
+        node.mount = mount;
+        let left = node.place.take();
+        self.anchors.add(device);
+        self.leave(left);
+        Ok(true)
     }
 
     /// The name was removed.

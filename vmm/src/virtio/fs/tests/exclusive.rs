@@ -1,7 +1,7 @@
 //! An exclusive share, in which the guest does not say what it opens and closes.
 
 use super::*;
-use crate::virtio::fs::{nodes::caching::EXCLUSIVE_CACHED_FOR, open_files::NO_HANDLE};
+use crate::virtio::fs::{attributes::ATTR_OUT, nodes::caching::EXCLUSIVE_CACHED_FOR, open_files::NO_HANDLE};
 
 pub(super) fn guest_of(dir: tempfile::TempDir, limits: Limits) -> Guest {
     let device = Fs::with_limits("share", dir.path(), EXCLUSIVE_THREADS, limits).unwrap();
@@ -39,6 +39,26 @@ fn a_file_is_read_and_written_without_a_handle() {
 }
 
 #[test]
+fn the_answer_to_a_write_has_the_attributes_if_there_is_room() {
+    let mut guest = guest();
+    fs::write(guest.path("file"), "old").unwrap();
+    let file = guest.lookup(ROOT, "file").unwrap();
+    let request = Body::default().u64(NO_HANDLE).u64(0).u32(5).u32(0).zeros(16).bytes(b"newer");
+    let mut write = |room| {
+        let header = guest.header(opcode::WRITE, file, request.as_bytes().len(), 0);
+        guest.send_with_room(header, request.as_bytes(), room).unwrap()
+    };
+    let room = 8 + ATTR_OUT;
+    assert_eq!(write(8).len(), 8);
+    assert_eq!(write(room as u32 - 1).len(), 8);
+    let answer = write(room as u32);
+    let attributes = guest.ask(opcode::GETATTR, file, &[0; 16]).unwrap();
+    assert_eq!((word(&answer, 0), answer.len()), (5, room));
+    assert_eq!(answer[8..], attributes);
+    assert_eq!(long(&attributes, 24), 5, "the size");
+}
+
+#[test]
 fn a_new_file_has_no_handle() {
     let mut guest = guest();
     let (file, handle) = create(&mut guest, 1000, "new", libc::O_WRONLY | libc::O_APPEND, 0o200).unwrap();
@@ -60,10 +80,15 @@ fn what_is_removed_while_it_is_open_can_be_used_until_it_is_forgotten() {
         unlink(&mut guest, &name).unwrap();
         removed.push(file);
     }
-    // There is no room for another one. The server does not know whether it is open.
+    // There is no room for another one that may be open because its contents were used.
     fs::write(guest.path("kept"), "").unwrap();
     let kept = guest.lookup(ROOT, "kept").unwrap();
+    guest.read(kept, NO_HANDLE, 0, 10).unwrap();
     assert_eq!(unlink(&mut guest, "kept"), Err(-libc::ENFILE));
+    fs::write(guest.path("not used"), "").unwrap();
+    let not_used = guest.lookup(ROOT, "not used").unwrap();
+    unlink(&mut guest, "not used").unwrap();
+    assert_eq!(guest.read(not_used, NO_HANDLE, 0, 10), Err(-libc::ESTALE));
     // Linux may know a file for long that has another name.
     fs::write(guest.path("one"), "").unwrap();
     fs::hard_link(guest.path("one"), guest.path("two")).unwrap();

@@ -393,6 +393,50 @@ show("statx, reserved bit", lambda: statx("f", AT_NOFOLLOW, 1 << 31))
 show("statx, missing", lambda: statx("none"))
 show("statx, do not sync", lambda: hex(statx("f", AT_NOFOLLOW | 0x4000)[0] & 0x7FF))
 show("birth time stays", lambda: (lambda one: (write("f"), statx("f")[1] == one)[1])(statx("f")[1]))
+
+
+def known(act, path):
+    """Whether stat(2) after `act` says what the file system says that is asked anew (AT_STATX_FORCE_SYNC)."""
+    def values(flags):
+        statx(path, flags, 0x7FF)
+        _, _, _, links, user, group, mode, inode, size, blocks = struct.unpack_from("IIQIIIHxxQQQ", buffer)
+        return links, user, group, oct(mode), inode, size, blocks, buffer[64:76], buffer[96:108], buffer[112:124]
+    values(0)
+    act()
+    cached, asked = values(0), values(0x2000)
+    return "the same" if cached == asked else f"{cached}, and not {asked}"
+
+
+def map_and_write():
+    with File("k", RW) as fd, mmap.mmap(fd, 4096) as pages:
+        pages[5:6] = b"m"
+        os.pwrite(fd, b"w", 2)
+        pages.flush()
+
+
+write("k", b"x" * 10000)
+with File("k", RW) as fd, File("k", RW | APPEND) as end_of_k:
+    for what, act in (
+        ("a write", lambda: os.pwrite(fd, b"abc", 5000)),
+        ("an append", lambda: os.write(end_of_k, b"abc")),
+        ("two appends", lambda: (os.write(end_of_k, b"abc"), os.write(end_of_k, b"def"))),
+        ("a large write", lambda: os.pwrite(fd, b"x" * (3 << 20), 100)),
+        ("a write beyond the end", lambda: os.pwrite(fd, b"x", 5 << 20)),
+        ("a read and a write", lambda: (os.pread(fd, 10, 0), os.pwrite(fd, b"x", 0))),
+        ("a write and a read", lambda: (os.pwrite(fd, b"x", 0), os.pread(fd, 10, 0))),
+        ("a write and a mapped one", map_and_write),
+        ("a write and a time", lambda: (os.pwrite(fd, b"x", 0), os.utime(fd, ns=(PAST, PAST)))),
+        ("a time and a write", lambda: (os.utime(fd, ns=(PAST, PAST)), os.pwrite(fd, b"x", 0))),
+        ("truncate and a write", lambda: (os.ftruncate(fd, 10), os.pwrite(fd, b"x", 100))),
+        ("a write and a hole", lambda: (os.pwrite(fd, b"x" * 9999, 0), fallocate(fd, 3, 0, 8192))),
+        ("a write, and another name", lambda: (os.pwrite(fd, b"x", 0), os.link("k", "k2"))),
+        ("a write by another name", lambda: (opened("k2", WR), os.pwrite(fd, b"y", 0))),
+    ):
+        show(f"known after {what}", lambda: known(act, "k"))
+    show("a write is known by the other name", lambda: known(lambda: os.pwrite(fd, b"z", 1), "k2"))
+    os.chmod("k", 0o6777)
+    plain_write = as_user(lambda: os.pwrite(fd, b"x", 0))
+    show("known after set-id, a write as a user", lambda: known(plain_write, "k"), mode_of("k"))
 fs = os.statvfs(".")
 show("statfs", lambda: (fs.f_namemax, fs.f_bsize, fs.f_frsize, fs.f_blocks > 0, fs.f_bavail <= fs.f_bfree,
                         fs.f_files > 0))
