@@ -1,7 +1,8 @@
 //! The pod's network: the guest's network cards, moved into the pod's network namespace and set up there.
 //!
-//! Addresses, routes and neighbours are netlink messages. The agent passes those of the host's kernel to the guest's
-//! kernel unchanged (agent.proto, ConfigureNetworkRequest).
+//! Addresses, routes and neighbours are netlink messages. The shim makes them from those of the host's kernel, and
+//! leaves out what means nothing in the guest. The agent adds the index of the guest's interface, and passes them to
+//! the guest's kernel (agent.proto, ConfigureNetworkRequest).
 
 mod cards;
 pub mod loopback;

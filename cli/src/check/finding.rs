@@ -29,7 +29,7 @@ pub(crate) enum Status {
     /// Some pods do not run, or something works less well or less securely. A runtime handler or a network that is
     /// missing is no more than this: ctr and docker need neither, and a node may get them later.
     Warn,
-    /// No pods can run, or no pods of docker, or none of Kubernetes.
+    /// No pods can run at all, or docker's pods cannot, or Kubernetes' pods cannot.
     Fail,
 }
 

@@ -75,7 +75,7 @@ pub(super) fn apply_privileged_settings(process: &ProcessConfig) -> Result<(), S
         syscall::set_personality(domain).step(|| "linux.personality".into())?;
     }
     match chdir(&process.cwd) {
-        // The user may be allowed to enter it, as on a server of NFS that takes root for nobody. `become_user` tries
+        // The user may be allowed to enter it, as on a server of NFS that maps root to nobody. `become_user` tries
         // again if it finds the process in `/`.
         Err(Errno::EACCES | Errno::EPERM) => {
             chdir(ROOT).step(|| "changing to the container's root".into())?

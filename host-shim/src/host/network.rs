@@ -4,7 +4,7 @@
 //! A CNI or docker sets the network up as for a container: before Create in a namespace that has a path, or before
 //! Start in the namespace of the process that Create answered, which is the VMM. At Start the interfaces in it are
 //! [scanned](scan), and each is connected with a tap ([`redirect`]). The guest's agent gives a network card the same
-//! name, addresses, routes and neighbours, and the namespace there the same rules ([`policy`]) and kernel parameters
+//! name, addresses, routes and neighbours, and the namespace there the same rules ([`routing`]) and kernel parameters
 //! ([`parameters`]). The namespace is [watched](watch), so that the guest follows what changes later. All of it but the
 //! parameters is rtnetlink(7); no program is executed.
 
@@ -12,9 +12,9 @@ pub(crate) mod loopback;
 pub(crate) mod name_server;
 mod netns;
 mod parameters;
-mod policy;
 mod redirect;
 mod replies;
+mod routing;
 mod scan;
 mod watch;
 
@@ -30,8 +30,8 @@ use bulkhead_vmm_api::ATTACHABLE_DEVICES;
 
 pub(crate) use self::{
     parameters::{OfInterface, Parameters},
-    policy::Policy,
     redirect::remove as remove_redirect,
+    routing::Routing,
     scan::connected_route,
     watch::Watch,
 };
@@ -112,7 +112,7 @@ pub(crate) struct Scan {
     /// In the order of their indices.
     pub(crate) interfaces: Vec<Found>,
     /// An error: it cannot be given to the guest.
-    pub(crate) policy: Result<Policy, NetworkError>,
+    pub(crate) routing: Result<Routing, NetworkError>,
     /// Whether docker's name server listens in the namespace.
     pub(crate) has_name_server: bool,
 }

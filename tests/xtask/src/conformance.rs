@@ -17,7 +17,8 @@ use crate::named::{Known, Named};
 use crate::page::{day, filled};
 use crate::test::Tally;
 
-/// What a user of runc may miss, and why it is so. It is refused by an error that names it, unless it says otherwise.
+/// What a user of runc may miss, and why it is so. A request for it fails with an error that names it, unless the text
+/// says "not refused" or names an errno.
 const DIFFERENCES: &[(&str, &str)] = &[
     (
         "`hostNetwork`, `hostPID`, `hostIPC`, `docker run --uts host`, a namespace of the host by its path",
@@ -104,8 +105,8 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "the number may be that of a disk of another container",
     ),
     (
-        "a block device of the host (`volumeDevices`, `docker run --device`) has other numbers in the container, \
-         stays open until the pod ends, and keeps the size that it had",
+        "a block device of the host (`volumeDevices`, `docker run --device`): not refused, but it has other numbers in \
+         the container, stays open until the pod ends, and keeps the size that it had",
         "it is a virtio disk of the VM",
     ),
     (
@@ -143,11 +144,11 @@ const DIFFERENCES: &[(&str, &str)] = &[
          volumes ([volumes that kubelet keeps up to date](resources.md#volumes-that-kubelet-keeps-up-to-date))",
     ),
     (
-        "groups of a process on NFS whose server takes root for nobody (`root_squash`): a process that is no root \
-         has, besides its own group, those of the file and of the directories above it, whether it is a member or \
-         not. So it cannot give a file to another one of its groups (EPERM), and one with CAP_DAC_OVERRIDE can do \
-         what a member of these groups can. A process that is root has none: `supplementalGroups` have no effect for \
-         it there",
+        "groups of a process on NFS whose server maps root to nobody (`root_squash`): not refused, but a process that \
+         is not root has its own group, and those of the file and of the directories above it, whether it is a \
+         member or not. So it cannot give a file to another one of its groups (EPERM), and one with CAP_DAC_OVERRIDE \
+         can do what a member of these groups can. A process that is root has none: `supplementalGroups` have no \
+         effect for it there",
         "the VMM acts there as the process, and a request names only one of its groups \
          ([files](architecture.md#files))",
     ),
@@ -186,18 +187,18 @@ const DIFFERENCES: &[(&str, &str)] = &[
     ),
     (
         "parameters of a pod's network namespace on the host (`net.*`), which a CNI plugin such as `tuning` sets, or \
-         which the namespace copies from the host: the guest has those that are usually changed, such as \
-         `net.ipv4.ip_forward`, as they were when the pod started or the interface came. Changes after that have no \
-         effect. Others are those of the guest's kernel, such as `net.ipv4.tcp_rmem`, `neigh`, and `disable_ipv6` of \
-         `all` and `default`",
+         which the namespace copies from the host: not refused, but the guest has only those that are usually \
+         changed, such as `net.ipv4.ip_forward`, as they were when the pod started or the interface came. Changes \
+         after that have no effect. Others are those of the guest's kernel, such as `net.ipv4.tcp_rmem`, `neigh`, and \
+         `disable_ipv6` of `all` and `default`",
         "the guest has a kernel of its own ([the list](architecture.md#the-pods-network)). What follows from the host's \
          memory does not fit it, and the host's kernel does not tell of most changes",
     ),
     (
-        "locks of files in volumes (flock(2), fcntl(2)): a process that waits for a lock of the host or of another pod \
-         looks for it again after 1 to 64 ms, and no deadlock with those is found (EDEADLK). All processes of a pod \
-         together can lock 8,192 ranges, for 1,024 pairs of a process and a file, and one lock can change 16 others of \
-         its process: what is more fails with ENOLCK",
+        "locks of files in volumes (flock(2), fcntl(2)): not refused, but a process that waits for a lock of the host \
+         or of another pod looks for it again after 1 to 64 ms, and no deadlock with those is found (EDEADLK). All \
+         processes of a pod together can lock 8,192 ranges, for 1,024 pairs of a process and a file, and one lock can \
+         change 16 others of its process: what is more fails with ENOLCK",
         "the guest's kernel asks the host for each lock, and a request cannot wait ([files](architecture.md#files))",
     ),
     (
@@ -229,8 +230,8 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "the request does not say which file system is meant ([files](architecture.md#files))",
     ),
     (
-        "name_to_handle_at(2), open_by_handle_at(2) and FIGETBSZ on files of a root: they work, where overlayfs refuses \
-         them on runc, and all files of a root have one `st_dev`",
+        "name_to_handle_at(2), open_by_handle_at(2) and FIGETBSZ on files of a root: not refused; overlayfs on runc \
+         refuses them. All files of a root have one `st_dev`",
         "the guest sees one FUSE file system",
     ),
     (
@@ -367,8 +368,8 @@ pub(crate) fn page(
 ) -> Result<String> {
     let date = day(now);
     let mut page = format!(
-        "# Conformance\n\nWritten by `cargo xtask test --write-conformance`, which ran all end-to-end tests in the rig \
-         on {date}, of commit {commit}.\n\n{}\n",
+        "# Conformance\n\nWritten by `cargo xtask test --write-conformance`, which ran the end-to-end tests in the rig on \
+         {date}, of commit {commit}. It ran all but the [long cases](#long-cases).\n\n{}\n",
         of_sources()?
     );
     page.push_str(
@@ -419,7 +420,9 @@ pub(crate) fn of_sources() -> Result<String> {
 /// The section of the page about them.
 fn differences() -> String {
     let mut section = "\
-        ## What differs from runc\n\nEach is refused by an error that names it, unless it says otherwise. \
+        ## What differs from runc\n\nA request for one of these fails with an error that names it. Rows that say \
+        \"not refused\" are exceptions: the request succeeds, but the effect differs. Where a row names an errno, a \
+        program in the container gets that error. \
         [fields.md](fields.md) lists each field of the OCI spec and of the CRI, and each flag of `docker run`. \
         [processors.md](processors.md) has what containers see and use under limits of processors. \
         [memory-pressure.md](memory-pressure.md) has what becomes of a pod with overhead whose memory is short.\n\n\
@@ -496,7 +499,7 @@ mod tests {
         let page = page(&columns, "0123456789", UNIX_EPOCH, "## Long cases\n").unwrap();
         for part in [
             "1970-01-01, of",
-            "0123456789.\n",
+            "0123456789. It ran all but the [long cases]",
             "| runc on 1.7 | 2 | 1 | 1 | containerd 1.7, runc 1.1 |",
             "| group | bulkhead on 1.7 | runc on 1.7 |\n|---|---|---|",
             "| exec | 1 of 1 | **2 of 3** |",

@@ -80,7 +80,7 @@ pub(crate) struct Named {
 impl Named {
     /// Opens the outcomes for a tree.
     pub(crate) fn open(cache: &Cache, tree: &Tree) -> Named {
-        // Without them, or with a file that is damaged, the page says that the cases did not run.
+        // Without them, or with a file that is damaged, the page says that there is no result.
         let jobs = read(&path(cache)).unwrap_or_default();
         Named { groups: tree.groups.clone(), jobs }
     }

@@ -29,8 +29,8 @@ const FILE_SERVER: CapabilitySet = CapabilitySet::empty()
     // The set-user-ID and set-group-ID bits survive chmod and chown by root. The server drops this capability for a
     // write by any other user.
     .union(CapabilitySet::FSETID)
-    // New files belong to the group of the calling process, and what root may not do on a file system that takes root
-    // for nobody (NFS) is done as this process, with its groups,
+    // New files belong to the group of the calling process, and what root may not do on a file system that maps root
+    // to nobody (NFS) is done as this process, with its groups,
     .union(CapabilitySet::SETGID)
     // and its user.
     .union(CapabilitySet::SETUID)

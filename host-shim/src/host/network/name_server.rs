@@ -1,8 +1,8 @@
 //! docker's name server, which listens at 127.0.0.11 in the pod's network namespace on the host.
 //!
-//! Its ports are any. Rules that docker adds to the namespace lead there what is sent to port 53. The guest's agent
-//! sends what containers ask ([`bulkhead_agent_api::name_server`]), and gets the answers. A guest can reach nothing
-//! else by this.
+//! It may listen on any port. docker adds rules to the namespace that redirect port 53 to it. The guest's agent sends
+//! what containers ask ([`bulkhead_agent_api::name_server`]), and gets the answers. A guest can reach nothing else by
+//! this.
 
 use std::{
     fs::{self, File},

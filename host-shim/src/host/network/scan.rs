@@ -27,9 +27,8 @@ use tokio::runtime::Handle as Runtime;
 
 use super::{
     FirstScan, Found, MOST, NetworkError, OfInterface, Parameters, Scan, failed, is_tap, name_server, netns,
-    policy,
-    policy::{MOST_ROUTES, Policy},
-    refused,
+    refused, routing,
+    routing::{MOST_ROUTES, Routing},
     watch::Watch,
 };
 
@@ -70,7 +69,7 @@ async fn read(handle: &Handle, links: Vec<LinkMessage>) -> Result<Scan, NetworkE
     let links = of_the_pod(links)?;
     let has_name_server = name_server::listens_here().map_err(failed("reading its sockets"))?;
     if links.is_empty() {
-        return Ok(Scan { interfaces: Vec::new(), policy: Ok(Policy::default()), has_name_server });
+        return Ok(Scan { interfaces: Vec::new(), routing: Ok(Routing::default()), has_name_server });
     }
     let routes: Vec<_> = handle
         .route()
@@ -83,7 +82,7 @@ async fn read(handle: &Handle, links: Vec<LinkMessage>) -> Result<Scan, NetworkE
     if routes.len() > MOST_ROUTES {
         return Err(NetworkError::TooLong { what: "routes", count: routes.len(), most: MOST_ROUTES });
     }
-    let (of_none, routes): (Vec<_>, Vec<_>) = routes.into_iter().partition(policy::is_of_no_interface);
+    let (of_none, routes): (Vec<_>, Vec<_>) = routes.into_iter().partition(routing::is_of_no_interface);
     let neighbours: Vec<_> =
         handle.neighbours().get().execute().try_collect().await.map_err(refused("reading its neighbours"))?;
     let mut interfaces = Vec::new();
@@ -111,8 +110,8 @@ async fn read(handle: &Handle, links: Vec<LinkMessage>) -> Result<Scan, NetworkE
         let parameters = OfInterface::of(link);
         interfaces.push(Found { index, name: name_of(link).into(), described, parameters });
     }
-    let policy = policy::read(handle, &of_none).await;
-    Ok(Scan { interfaces, policy, has_name_server })
+    let routing = routing::read(handle, &of_none).await;
+    Ok(Scan { interfaces, routing, has_name_server })
 }
 
 /// The interfaces that the guest shall have.

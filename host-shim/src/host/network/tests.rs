@@ -225,7 +225,7 @@ fn what_a_pod_cannot_have_yet_is_refused_by_name() {
     assert_eq!(refused.to_string(), expected);
     let refused = |attribute: RuleAttribute| {
         pod.rule(AddressFamily::Inet, 77, 7, vec![attribute]);
-        let refused = pod.scan().unwrap().policy.unwrap_err().to_string();
+        let refused = pod.scan().unwrap().routing.unwrap_err().to_string();
         pod.inside(async |handle| {
             let rules: Vec<_> = handle.rule().get(IpVersion::V4).execute().try_collect().await.unwrap();
             let rule = rules.into_iter().find(|rule| rule.attributes.contains(&RuleAttribute::Table(7)));
@@ -251,7 +251,7 @@ fn rules_are_those_of_the_namespace_in_one_form() {
     use RuleAttribute as A;
     let (pod, outside) = (Pod::new(), Pod::new());
     pod.veth("eth0", &outside, "lan");
-    assert_eq!(pod.scan().unwrap().policy.unwrap(), Policy::default());
+    assert_eq!(pod.scan().unwrap().routing.unwrap(), Routing::default());
     let source = Ipv4Addr::new(10, 1, 2, 3);
     pod.rule(AddressFamily::Inet, 100, 1000, vec![A::Source(source.into())]);
     pod.rule(AddressFamily::Inet, 101, 254, vec![A::FwMark(0x10), A::FwMask(0xf0), A::SuppressPrefixLen(0)]);
@@ -263,7 +263,7 @@ fn rules_are_those_of_the_namespace_in_one_form() {
         let rules: Vec<_> = handle.rule().get(IpVersion::V4).execute().try_collect().await.unwrap();
         handle.rule().del(rules[0].clone()).execute().await.unwrap();
     });
-    let policy = pod.scan().unwrap().policy.unwrap();
+    let routing = pod.scan().unwrap().routing.unwrap();
     let expected = [
         "100: from 10.1.2.3/32 lookup 1000",
         "101: from all fwmark 0x10 lookup 254 suppress_prefixlength 0",
@@ -274,11 +274,11 @@ fn rules_are_those_of_the_namespace_in_one_form() {
         "102: from all to fd00::/64 iif eth0 lookup 9",
         "32766: from all lookup 254",
     ];
-    assert_eq!(names(&policy.rules), expected);
+    assert_eq!(names(&routing.rules), expected);
     // Those of a new namespace are not in the way of a comparison.
-    let defaults = Policy::default().rules;
-    assert!(policy.rules[3..6].iter().chain(&policy.rules[7..]).all(|rule| defaults.contains(rule)));
-    let marked = RuleMessage::parse(&policy.rules[1].body[..]).unwrap();
+    let defaults = Routing::default().rules;
+    assert!(routing.rules[3..6].iter().chain(&routing.rules[7..]).all(|rule| defaults.contains(rule)));
+    let marked = RuleMessage::parse(&routing.rules[1].body[..]).unwrap();
     for attribute in [A::FwMark(0x10), A::FwMask(0xf0), A::SuppressPrefixLen(0), A::Priority(101)] {
         assert!(marked.attributes.contains(&attribute), "{marked:?}");
     }
@@ -319,14 +319,14 @@ fn routes_of_other_tables_and_of_no_interface_are_there() {
         dropped.header.kind = RouteType::Unreachable;
         handle.route().add(dropped).execute().await.unwrap();
     });
-    let Scan { mut interfaces, policy, .. } = pod.scan().unwrap();
+    let Scan { mut interfaces, routing, .. } = pod.scan().unwrap();
     let interface = interfaces.remove(0).described.unwrap();
     let routes: Vec<_> =
         interface.routes.iter().map(|route| RouteMessage::parse(&route.body[..]).unwrap()).collect();
     assert_eq!(names(&interface.routes), ["10.1.2.0/24", "fd00::/64", "default via 10.1.2.1"]);
     assert!(routes.iter().all(|route| route.header.table == 100), "{routes:?}");
     assert_eq!(names(&interface.absent_routes), ["10.1.2.0/24", "fd00::/64"]);
-    assert_eq!(names(&policy.unwrap().routes), ["unreachable default"]);
+    assert_eq!(names(&routing.unwrap().routes), ["unreachable default"]);
     // An address that is there tells which route the kernel has added for it.
     let kernels: Vec<_> = interface.addresses.iter().filter_map(connected_route).collect();
     assert_eq!(kernels[..2], interface.absent_routes[..]);
@@ -336,10 +336,10 @@ fn routes_of_other_tables_and_of_no_interface_are_there() {
 fn too_many_rules_are_refused_with_their_number() {
     let (pod, outside) = (Pod::new(), Pod::new());
     pod.veth("eth0", &outside, "lan");
-    for number in 0..u32::try_from(policy::MOST_RULES).unwrap() {
+    for number in 0..u32::try_from(routing::MOST_RULES).unwrap() {
         pod.rule(AddressFamily::Inet, 1000 + number, 7, Vec::new());
     }
-    let refused = pod.scan().unwrap().policy.unwrap_err().to_string();
+    let refused = pod.scan().unwrap().routing.unwrap_err().to_string();
     assert_eq!(refused, "the pod's network namespace has 1029 rules; at most 1024 are supported");
 }
 

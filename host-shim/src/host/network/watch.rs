@@ -29,7 +29,7 @@ const LONGEST: Duration = Duration::from_secs(1);
 /// read in each of these times. The kernel drops those for which it has no room then.
 const MOST_READ: u32 = 1024;
 const READ_WINDOW: Duration = Duration::from_millis(100);
-/// And the namespace is scanned so long after the last time, if messages were lost and no other tells of a change.
+/// If messages were lost and no other tells of a change, the namespace is scanned again this long after the last time.
 pub(super) const AFTER_LOSS: Duration = Duration::from_secs(5);
 
 /// Follows the changes, by a socket that stays in the namespace in which it was made, and keeps it.

@@ -27,7 +27,7 @@ use crate::{
     host::{
         network::{
             self, CardNumber, Connection, FirstScan, Found, MOST, NetworkError, OfInterface, Parameters,
-            Policy, Scan, Watch, name_server::NameServer,
+            Routing, Scan, Watch, name_server::NameServer,
         },
         pending_operations::Operation,
     },
@@ -57,9 +57,9 @@ pub(super) struct Network {
     /// By their numbers.
     cards: Vec<Card>,
     /// What the guest has of rules. After a change that failed: all that it may have.
-    policy: Policy,
+    routing: Routing,
     /// Whether it has all of these.
-    is_policy_known: bool,
+    is_routing_known: bool,
     /// The kernel parameters that the namespace had at the first scan.
     parameters: Parameters,
     /// Ends with the VM, or when it is dropped.
@@ -111,8 +111,8 @@ impl Network {
             container: container.into(),
             parameters: Parameters::default(),
             cards: vec![Card::Free],
-            policy: Policy::default(),
-            is_policy_known: true,
+            routing: Routing::default(),
+            is_routing_known: true,
             name_server: None,
             follows: None,
         }
@@ -221,7 +221,7 @@ fn missing(now: &[NetlinkMessage], before: &[NetlinkMessage], is_known: bool) ->
 
 /// What is to change so that the rules of `before` become those of `now`. Unless it is known that the guest has
 /// all of `before`, it adds all of `now`.
-fn change_of_rules(before: &Policy, is_known: bool, now: &Policy) -> ChangeRoutingRequest {
+fn change_of_rules(before: &Routing, is_known: bool, now: &Routing) -> ChangeRoutingRequest {
     ChangeRoutingRequest {
         rules: missing(&now.rules, &before.rules, is_known),
         routes: missing(&now.routes, &before.routes, is_known),
@@ -367,7 +367,7 @@ impl Work<'_> {
     /// Connects all interfaces, or fails with the first that cannot be.
     async fn connect_all(&mut self, scan: Scan) -> Result<(), TaskError> {
         let has_name_server = scan.has_name_server && !scan.interfaces.is_empty();
-        let policy = scan.policy?;
+        let routing = scan.routing?;
         // Nothing is connected if one of them is refused.
         let described = scan.interfaces.into_iter();
         let described = described.map(|found| Ok((found.index, found.described?, found.parameters)));
@@ -375,7 +375,7 @@ impl Work<'_> {
         // The first interface brings the parameters of the namespace. That saves a request.
         let alone = described.is_empty().then(|| self.network.parameters.take_those_of_namespace());
         // So no packet goes a way that the rules forbid.
-        self.change_rules(policy, alone.unwrap_or_default()).await?;
+        self.change_rules(routing, alone.unwrap_or_default()).await?;
         for (index, description, parameters) in described {
             self.connect(index, description, &parameters, has_name_server).await?;
         }
@@ -400,8 +400,8 @@ impl Work<'_> {
         for (number, index) in self.network.vanished(&scan) {
             failed.extend(unless_silent(self.remove(number, Some(index)).await)?);
         }
-        let changed = match scan.policy {
-            Ok(policy) => self.change_rules(policy, Vec::new()).await,
+        let changed = match scan.routing {
+            Ok(routing) => self.change_rules(routing, Vec::new()).await,
             Err(error) => Err(error.into()),
         };
         failed.extend(unless_silent(changed)?);
@@ -521,21 +521,21 @@ impl Work<'_> {
     /// Has the guest have the host's rules, and these kernel parameters.
     async fn change_rules(
         &mut self,
-        policy: Policy,
+        routing: Routing,
         parameters: Vec<KernelParameter>,
     ) -> Result<(), TaskError> {
-        let Network { container, policy: before, is_policy_known, .. } = &mut self.network;
-        if *is_policy_known && policy == *before && parameters.is_empty() {
+        let Network { container, routing: before, is_routing_known, .. } = &mut self.network;
+        if *is_routing_known && routing == *before && parameters.is_empty() {
             return Ok(());
         }
-        let mut change = change_of_rules(before, *is_policy_known, &policy);
+        let mut change = change_of_rules(before, *is_routing_known, &routing);
         change.parameters = parameters;
         // Until the guest has answered, it may have any of both.
-        *is_policy_known = false;
-        add_all(&mut before.rules, &policy.rules);
-        add_all(&mut before.routes, &policy.routes);
+        *is_routing_known = false;
+        add_all(&mut before.rules, &routing.rules);
+        add_all(&mut before.routes, &routing.routes);
         self.guest.agent.change_routing(container, change).await?;
-        (*before, *is_policy_known) = (policy, true);
+        (*before, *is_routing_known) = (routing, true);
         Ok(())
     }
 
@@ -672,12 +672,12 @@ mod tests {
 
     #[test]
     fn rules_that_differ_are_added_and_removed() {
-        let policy = |rules: [&str; 2]| Policy { rules: rules.map(message).to_vec(), routes: Vec::new() };
-        let change = change_of_rules(&policy(["a", "b"]), true, &policy(["b", "c"]));
+        let routing = |rules: [&str; 2]| Routing { rules: rules.map(message).to_vec(), routes: Vec::new() };
+        let change = change_of_rules(&routing(["a", "b"]), true, &routing(["b", "c"]));
         assert_eq!((change.rules, change.removed_rules), (vec![message("c")], vec![message("a")]));
         // The guest may have what was tried, or not, or a part of it.
-        let possible = Policy { rules: ["a", "b", "c", "d"].map(message).to_vec(), routes: Vec::new() };
-        let change = change_of_rules(&possible, false, &policy(["a", "c"]));
+        let possible = Routing { rules: ["a", "b", "c", "d"].map(message).to_vec(), routes: Vec::new() };
+        let change = change_of_rules(&possible, false, &routing(["a", "c"]));
         assert_eq!(change.rules, [message("a"), message("c")]);
         assert_eq!(change.removed_rules, [message("b"), message("d")]);
     }
@@ -718,7 +718,7 @@ mod tests {
         let mut refused = found(5, "eth0");
         refused.described = Err(NetworkError::NoEthernet { name: "eth0".into() });
         let interfaces = vec![refused, found(7, "renamed")];
-        let scan = Scan { interfaces, policy: Ok(Policy::default()), has_name_server: false };
+        let scan = Scan { interfaces, routing: Ok(Routing::default()), has_name_server: false };
         assert_eq!(network.vanished(&scan), [(CardNumber(2), 6), (CardNumber(3), 7)]);
         assert!(network.has(7) && !network.has(8));
     }

@@ -56,20 +56,20 @@ pod. Its machine is microvm, whose devices are on virtio-mmio, and not on a PCI 
 serves its root and its volume, in its default cache mode, *auto*. Its network card is virtio-net without vhost, and its
 block volume is virtio-blk, both with QEMU's defaults. All three have the network of a pod, as a CNI plugin makes it: a
 network namespace with an interface (veth) on a bridge. QEMU's tap is connected with this interface as Bulkhead's is,
-and as Kata Containers does it: by redirects of tc(8). Until 2026-11-27 QEMU's tap was on the bridge itself.
+and as Kata Containers does it: by redirects of tc(8).
 
 The root of each is a snapshot of an image, whose written files are in memory. The volume is a directory of the host's
 disk. The block volume is a loop device of the host, whose file is in memory; O_DIRECT keeps the cache of the container
-or guest out, and not the host's. The network is a bridge. *In* and *out* are seen from the container or guest.
+or guest out, and not the host's. *In* and *out* are seen from the container or guest.
 
-A round has all three do each piece of work, one after the other. Each round begins with another one. Who does the work
-measures the time. The time of a server (connections, HTTP, Redis) is measured by its client, on the host. Rows about
-attributes have 5,000 files, because 20,000 would make a round of an emulated host a minute longer.
+In each round, all three do each piece of work, one after the other. Their order rotates from round to round. The side
+that does the work measures the time. The time of a server (connections, HTTP, Redis) is measured by its client, on the
+host. Rows about attributes have 5,000 files, because 20,000 would make a round of an emulated host a minute longer.
 
 The *speed* of QEMU or Bulkhead is the time of runc divided by its time: 1 is as fast as runc, and 0.5 takes twice as
-long. It is the median of the speeds of all rounds. The interval is a 95 % confidence interval of that median, whatever
-the distribution of the speeds: it contains the true median so often at least, if the rounds are independent of one
-another. There is no interval of fewer than 6 rounds.
+long. It is the median of the speeds of all rounds. The interval is a 95 % confidence interval of that median. In at
+least 95 % of runs it contains the true median, if the rounds are independent of one another. It does not depend on how
+the speeds are distributed. There is no interval of fewer than 6 rounds.
 ";
 
 const AGAINST_QEMU: &str = "

@@ -14,7 +14,8 @@ const UNDER_2: [&str; 9] =
     ["apparmor", "cpus", "isolation", "limits", "memory", "pod_memory", "pod_settings", "seccomp", "update"];
 
 const RUNTIMES: [Runtime; 2] = [Runtime::Runc, Runtime::Bulkhead];
-const NOT_RUN: &str = "not run";
+/// Of a case that has not run since its sources changed, or that has never run.
+const NO_RESULT: &str = "no result";
 
 /// The sections about the cases.
 pub(super) fn sections(cases: &[Known], named: &Named) -> Result<String> {
@@ -25,16 +26,17 @@ pub(super) fn sections(cases: &[Known], named: &Named) -> Result<String> {
 fn long(cases: &[Known], named: &Named) -> String {
     let mut section = format!(
         "## Long cases\n\nThey take minutes, and run only if the whole name is given: `cargo xtask test CASE`, and \
-         `cargo xtask test --runtime runc CASE`. This is how they ended last, if the sources of the tests have been \
-         the same since; otherwise it says \"{NOT_RUN}\". The commit is that of the Bulkhead that was tested, whose \
-         programs were built without link-time optimization. A dash: the case is about what only Bulkhead has.\n\n\
+         `cargo xtask test --runtime runc CASE`. Each cell has the last result. If the sources of the tests have \
+         changed since, there is no result to show, and the cell says \"{NO_RESULT}\". The commit is that of the \
+         Bulkhead that was tested, whose programs were built without link-time optimization. A dash: the case is \
+         about what only Bulkhead has.\n\n\
          | case | runc | Bulkhead | commit |\n|---|---|---|---|\n"
     );
     for case in cases.iter().filter(|case| case.is_long) {
         let [runc, bulkhead] =
             RUNTIMES.map(|runtime| named.get(&job_name(runtime, Containerd::V1_7), &case.name));
         let on_runc = if case.on_runc { on_runc(runc) } else { "-".to_owned() };
-        let on_bulkhead = bulkhead.map_or_else(|| NOT_RUN.to_owned(), ended);
+        let on_bulkhead = bulkhead.map_or_else(|| NO_RESULT.to_owned(), ended);
         let commit = bulkhead.map_or("-", |ended| &ended.commit);
         let _ = writeln!(section, "| {} | {on_runc} | {on_bulkhead} | {commit} |", case.name);
     }
@@ -47,7 +49,7 @@ fn ended(ended: &Ended) -> String {
 }
 
 fn on_runc(last: Option<&Ended>) -> String {
-    let Some(last) = last else { return NOT_RUN.to_owned() };
+    let Some(last) = last else { return NO_RESULT.to_owned() };
     let runc = last.versions.lines().find(|line| line.starts_with("runc "));
     format!("{}, {}", ended(last), runc.unwrap_or("runc of an unknown version"))
 }
@@ -56,8 +58,9 @@ fn groups(cases: &[Known], named: &Named) -> Result<String> {
     let mut section = format!(
         "## Groups run by name under containerd 2\n\nThe groups about the security context and the resources of \
          containers, which a whole run has under 1.7 alone: `cargo xtask test --containerd 2 GROUP/`, and the same \
-         with `--runtime runc`. Each cell says how many cases passed, of all that there are. As above, it says \
-         \"{NOT_RUN}\" of cases that have changed since. The commits are those of the Bulkhead that was tested.\n\n\
+         with `--runtime runc`. Each cell says how many cases passed, of all that there are. As above, \
+         \"{NO_RESULT}\" means that the sources of the cases have changed since. The commits are those of the Bulkhead \
+         that was tested.\n\n\
          | group | runc | Bulkhead | commit |\n|---|---|---|---|\n"
     );
     for group in UNDER_2 {
@@ -81,13 +84,13 @@ fn counted(cases: Vec<Option<&Ended>>) -> (String, String) {
     let all = cases.len();
     let ran: Vec<_> = cases.into_iter().flatten().collect();
     if ran.is_empty() {
-        return (NOT_RUN.to_owned(), "-".to_owned());
+        return (NO_RESULT.to_owned(), "-".to_owned());
     }
     let passed = ran.iter().filter(|ended| ended.passed).count();
     let count = format!("{passed} of {all}");
     let mut cell = if passed == ran.len() { count } else { format!("**{count}**") };
     if ran.len() < all {
-        let _ = write!(cell, ", {} {NOT_RUN}", all - ran.len());
+        let _ = write!(cell, ", {} without a result", all - ran.len());
     }
     let commits: BTreeSet<_> = ran.iter().map(|ended| ended.commit.as_str()).collect();
     (cell, commits.into_iter().collect::<Vec<_>>().join(", "))
@@ -124,10 +127,10 @@ mod tests {
         for row in [
             "| seccomp/long | passed on 1970-01-01, runc version 1.1 | **failed** on 1970-01-01 | 0123456789 |",
             "| cpus/long | - | passed on 1970-01-01 | 0123456789 |",
-            "| update/long | not run | not run | - |",
+            "| update/long | no result | no result | - |",
             "| cpus | 1 of 1 | 2 of 2 | 0123456789 |",
-            "| seccomp | not run | **0 of 2**, 1 not run | 0123456789 |",
-            "| memory | not run | not run | - |",
+            "| seccomp | no result | **0 of 2**, 1 without a result | 0123456789 |",
+            "| memory | no result | no result | - |",
         ] {
             assert!(page.contains(&format!("{row}\n")), "no {row:?} in {page}");
         }

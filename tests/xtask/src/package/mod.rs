@@ -168,10 +168,10 @@ fn files(dist: &Dist) -> Result<Vec<File>> {
         files.push(document(to, output(&program, &["completions".as_ref(), shell.as_ref()])?));
     }
     for (from, to) in [
-        ("bulkhead.conf", "usr/lib/tmpfiles.d/bulkhead.conf"),
-        ("bulkhead-metrics.service", "usr/lib/systemd/system/bulkhead-metrics.service"),
+        ("tmpfiles.d/bulkhead.conf", "usr/lib/tmpfiles.d/bulkhead.conf"),
+        ("systemd/bulkhead-metrics.service", "usr/lib/systemd/system/bulkhead-metrics.service"),
     ] {
-        let data = read(&source_dir().join("contrib/systemd").join(from))?;
+        let data = read(&source_dir().join("contrib").join(from))?;
         files.push(File { path: to.into(), mode: 0o644, data });
     }
     let dependencies = dependencies::shipped()?;

@@ -1,5 +1,5 @@
-//! The wire format of FUSE 7.38 (linux/fuse.h). Numbers have the byte order of the host, which is that of the guest
-//! too.
+//! The wire format of FUSE (linux/fuse.h): of version 7.38, with STATX of 7.39 and ALLOW_IDMAP of 7.41. POLLED_LOCKS is
+//! in our guest kernel only. Numbers have the byte order of the host, which is that of the guest too.
 
 use std::ffi::CStr;
 
@@ -22,6 +22,7 @@ pub(super) const DIRENT: usize = 24;
 pub(super) const ROOT: u64 = 1;
 
 pub(super) const MAJOR: u32 = 7;
+/// The minor version that the server announces.
 pub(super) const MINOR: u32 = 38;
 /// The oldest minor version with the structures of this file. It has introduced `fuse_init_out.max_pages`.
 pub(super) const OLDEST_MINOR: u32 = 28;

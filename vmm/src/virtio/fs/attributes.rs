@@ -53,8 +53,8 @@ impl Server {
         self.attributes(body.u64(seconds).zeros(8), node, stat)
     }
 
-    /// `fuse_statx_in`: the attributes of `fuse_getattr_in`, and the time of creation.
-    pub(super) fn get_extended_attributes(&mut self, mut request: Request) -> Result<Answer> {
+    /// `fuse_statx_in`: answers STATX, which is GETATTR with the time of creation.
+    pub(super) fn get_statx(&mut self, mut request: Request) -> Result<Answer> {
         let args = &mut request.args;
         let flags = args.u32()?;
         args.skip(4)?;

@@ -33,26 +33,26 @@ impl Caller {
 
     /// Runs `make`, which creates a file. `mask` is the umask of the caller, which the kernel ignores if the
     /// directory has a default access control list.
-    pub(super) fn makes<T>(self, mask: u32, make: impl FnOnce() -> Result<T>) -> Result<T> {
+    pub(super) fn create_as<T>(self, mask: u32, make: impl FnOnce() -> Result<T>) -> Result<T> {
         // The umask belongs to this thread only: it has called unshare(CLONE_FS) when it entered its jail.
         umask(Mode::from_bits_truncate(mask));
         if self.user == Uid::ROOT && self.group == Gid::ROOT {
             return make();
         }
-        self.does(make)
+        self.run_as(make)
     }
 
-    /// Does the same as [`Self::does`], with these groups. No request says of which groups the caller is a member. But
-    /// the guest's kernel has allowed what it asks for, perhaps because of one of these.
+    /// Does the same as [`Self::run_as`], with these groups. No request says of which groups the caller is a member.
+    /// But the guest's kernel has allowed what it asks for, perhaps because of one of these.
     pub(super) fn with_groups<T>(self, groups: &[Gid], work: impl FnOnce() -> Result<T>) -> Result<T> {
-        let _none_again = NoGroupsAgain;
+        let _clear = ClearGroups;
         set_thread_groups(groups)?;
-        self.does(work)
+        self.run_as(work)
     }
 
     /// Runs `work` as the user and the group of the caller. The thread keeps its capabilities.
-    fn does<T>(self, work: impl FnOnce() -> Result<T>) -> Result<T> {
-        let _again = Again { user: geteuid(), group: getegid() };
+    fn run_as<T>(self, work: impl FnOnce() -> Result<T>) -> Result<T> {
+        let _restore = RestoreIds { user: geteuid(), group: getegid() };
         set_thread_res_gid(Gid::ROOT, self.group, Gid::ROOT)?;
         set_thread_res_uid(Uid::ROOT, self.user, Uid::ROOT)?;
         work()
@@ -60,12 +60,12 @@ impl Caller {
 }
 
 /// Changes the user and group of the thread back when it is dropped.
-struct Again {
+struct RestoreIds {
     user: Uid,
     group: Gid,
 }
 
-impl Drop for Again {
+impl Drop for RestoreIds {
     fn drop(&mut self) {
         // Neither can fail, because the real user of the thread is root and it has kept its capabilities.
         let _ = set_thread_res_uid(Uid::ROOT, self.user, Uid::ROOT);
@@ -74,9 +74,9 @@ impl Drop for Again {
 }
 
 /// Removes the groups of the thread when it is dropped.
-struct NoGroupsAgain;
+struct ClearGroups;
 
-impl Drop for NoGroupsAgain {
+impl Drop for ClearGroups {
     fn drop(&mut self) {
         // As above.
         let _ = set_thread_groups(&[]);

@@ -7,7 +7,7 @@ use std::{
 
 use super::abi::opcode;
 
-/// Room for all opcodes of FUSE 7.38. A guest may send any other number.
+/// Room for all opcodes of Linux's driver. A guest may send any other number.
 const OPCODES: usize = 64;
 
 /// The names of the opcodes (`enum fuse_opcode`) that the driver of Linux sends to virtio-fs.

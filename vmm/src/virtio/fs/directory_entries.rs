@@ -124,7 +124,7 @@ impl Server {
         self.tables().nodes.make_room()?;
         let dir = self.path(parent)?;
         // Perhaps only the caller is allowed to look it up.
-        Caller::of(&request.header)?.makes(mask, || {
+        Caller::of(&request.header)?.create_as(mask, || {
             make(&dir)?;
             self.made(parent, name)
         })
@@ -166,7 +166,7 @@ impl Server {
         let rename = || renameat_with(&*dir, name, &*new_dir, new_name, flags);
         // The whiteout is a new file. Other requests of this kind make none.
         let rename = || match flags.contains(RenameFlags::WHITEOUT) {
-            true => Caller::of(&request.header)?.makes(0, rename),
+            true => Caller::of(&request.header)?.create_as(0, rename),
             false => rename(),
         };
         match other {
@@ -206,7 +206,7 @@ impl Server {
         let kept = handles::kept(create.flags);
         let flags = kept | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let mode = Mode::from_raw_mode(create.mode);
-        match Caller::of(&request.header)?.makes(create.mask, || openat(&*dir, name, flags, mode)) {
+        match Caller::of(&request.header)?.create_as(create.mask, || openat(&*dir, name, flags, mode)) {
             Ok(file) => {
                 let stat = stat_at(&file, c"")?;
                 let node = self.tables().nodes.found(parent, name, &stat, true)?;
@@ -242,7 +242,8 @@ impl Server {
         let flags =
             kept | OFlags::TMPFILE | OFlags::from_bits_retain(create.flags) & OFlags::EXCL | OFlags::CLOEXEC;
         let mode = Mode::from_raw_mode(create.mode);
-        let file = Caller::of(&request.header)?.makes(create.mask, || openat(&*dir, c".", flags, mode))?;
+        let file =
+            Caller::of(&request.header)?.create_as(create.mask, || openat(&*dir, c".", flags, mode))?;
         let stat = stat_at(&file, c"")?;
         let anchor = openat(CWD, &*path_of(&file), OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
         let node = self.tables().nodes.found_nameless(request.header.node, &stat, anchor)?;

@@ -385,7 +385,7 @@ impl Server {
             opcode::LOOKUP => self.look_up(request),
             opcode::GETATTR => self.get_attributes(request),
             opcode::SETATTR => self.set_attributes(request),
-            opcode::STATX => self.get_extended_attributes(request),
+            opcode::STATX => self.get_statx(request),
             opcode::STATFS => self.stat_file_system(request),
             opcode::SETXATTR => self.set_xattr(request),
             opcode::GETXATTR => self.get_xattr(request),

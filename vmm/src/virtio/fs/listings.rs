@@ -5,7 +5,7 @@
 //! created and removed meanwhile (readdir(3)). The positions of the host's file system do not help: where overlayfs
 //! merges directories, a position is the number of an entry, and each descriptor has other numbers.
 //!
-//! So the server reads a directory from its begin to its end, with one descriptor, and keeps the entries. That is a
+//! So the server reads a directory from its start to its end, with one descriptor, and keeps the entries. That is a
 //! listing. The position of an entry is the number of its listing, and the number of the entry there. A process that
 //! begins to read a directory gets a new listing, unless there is one that is complete, and the guest has not changed
 //! the directory since.
@@ -40,7 +40,7 @@ pub(super) struct Limits {
     pub(super) bytes: usize,
 }
 
-/// A position in a directory. 0 is its begin.
+/// A position in a directory. 0 is its start.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Position {
     /// The number of the listing. 0: of none.
@@ -58,11 +58,11 @@ impl Position {
         u64::from(self.listing) << 32 | self.index
     }
 
-    fn is_begin(self) -> bool {
+    fn is_start(self) -> bool {
         self.cookie() == 0
     }
 
-    /// ESTALE: the position is so far from the begin that reading up to it would take long.
+    /// ESTALE: the position is so far from the start that reading up to it would take long.
     pub(super) fn check_near(self) -> Result<()> {
         if self.index > MOST_SKIPPED { Err(Errno::STALE) } else { Ok(()) }
     }
@@ -251,13 +251,13 @@ impl Listings {
 
     /// The listing of a directory to read from a position on. None: it has to be begun.
     pub(super) fn find(&mut self, node: u64, position: Position) -> Option<Used> {
-        let is_begin = position.is_begin();
-        let number = if is_begin { *self.current.get(&node)? } else { position.listing };
+        let is_start = position.is_start();
+        let number = if is_start { *self.current.get(&node)? } else { position.listing };
         let now = self.tick();
         let kept = self.kept.get_mut(&number)?;
         // Of a listing that is not complete, entries may be removed for the process that reads it.
         let is_shared = kept.directory.is_none();
-        if kept.node != node || position.index < kept.first || is_begin && !is_shared {
+        if kept.node != node || position.index < kept.first || is_start && !is_shared {
             return None;
         }
         kept.used_at = now;

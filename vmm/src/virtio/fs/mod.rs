@@ -1,9 +1,10 @@
 //! File system device (virtio 1.3, section 5.11): a directory of the host, shared with the guest by virtio-fs.
 //!
-//! The file server acts on the directory as root, with the user and group that each request names, and with the
-//! capabilities that the jail leaves to its threads. It opens only regular files and directories, so a device node
-//! that the guest creates is never opened. The guest's kernel checks the permissions: it knows all credentials of the
-//! calling process, and the owner, the mode and the access control list of the file.
+//! The file server acts on the directory as root, with the capabilities that the jail leaves to its threads. It acts
+//! with the user and group of the calling process in two cases only: when it creates a file, so that the file belongs
+//! to them (`caller`), and when the file system maps root to nobody (`root_squash`). It opens only regular files and
+//! directories, so a device node that the guest creates is never opened. The guest's kernel checks the permissions: it
+//! knows all credentials of the calling process, and the owner, the mode and the access control list of the file.
 //!
 //! The number of file descriptors and the memory that a guest can take are limited, however many files it looks up,
 //! opens or removes: see `nodes` and `handles`. Several threads serve requests: see `requests`.

@@ -4,10 +4,10 @@
 //! the leader, while this one handles the request. So a request that waits for a file system of the host does not
 //! stop the others.
 //!
-//! Requests for one file system may use only a part of the threads. If its share is used up, further requests for it
-//! are parked: they stay unused in guest memory. So a file system that does not respond, with any number of requests,
-//! leaves threads for the others. Requests that write to the disk, such as FSYNC, may not use the whole share: a disk
-//! may take seconds for each, and the other requests for the file system are served meanwhile.
+//! Requests for one file system may use only some of the threads. When they use all that they may, further requests for
+//! it are parked: they stay unused in guest memory. So a file system that does not respond, with any number of
+//! requests, leaves threads for the others. Requests that write to the disk, such as FSYNC, may not use all of these
+//! threads: a disk may take seconds for each, and the other requests for the file system are served meanwhile.
 
 use std::{
     collections::{HashMap, VecDeque},

@@ -1,5 +1,5 @@
-//! The server acts as root, after the guest's kernel has checked what a process may do. But some file systems take root
-//! for nobody (`root_squash` of NFS). There the server does what root may not do as the process.
+//! The server acts as root, after the guest's kernel has checked what a process may do. But some file systems map root
+//! to nobody (`root_squash` of NFS). What root may not do there, the server does as the process.
 
 use rustix::{
     fs::{Gid, fstatfs},
@@ -16,7 +16,7 @@ use crate::virtio::chain::Buffers;
 
 /// `CEPH_SUPER_MAGIC` (statfs(2)).
 const CEPH: i64 = 0x00c3_6400;
-/// File systems whose servers may take root for nobody (`root_squash`). On others the server must not act as another
+/// File systems whose servers may map root to nobody (`root_squash`). On others the server must not act as another
 /// user than root. On procfs, for example, the host's kernel would then let it look into all processes of this user.
 const MAY_SQUASH_ROOT: [i64; 2] = [NFS, CEPH];
 
@@ -44,7 +44,7 @@ impl Server {
         })
     }
 
-    /// Does something as root. If root may not do it to these nodes, and their file system may take root for nobody,
+    /// Does something as root. If root may not do it to these nodes, and their file system may map root to nobody,
     /// does it again as `caller`, with the groups of the nodes and of the directories above them.
     pub(super) fn as_root_or<T>(
         &mut self,
@@ -70,7 +70,7 @@ impl Server {
         caller.with_groups(&groups, || work(self))
     }
 
-    /// Whether the file system of these nodes, which are in one mount, may take root for nobody. It is that of the
+    /// Whether the file system of these nodes, which are in one mount, may map root to nobody. It is that of the
     /// first one which root reaches.
     fn may_squash_root(&mut self, mut nodes: impl Iterator<Item = u64>) -> bool {
         let reached = nodes.find_map(|node| self.path(node).ok());

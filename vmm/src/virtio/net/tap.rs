@@ -19,9 +19,9 @@ use crate::{lock, virtio::iovecs::Iovecs};
 /// UDP datagrams of both versions of IP, which the kernel has left together.
 pub(super) const UDP_SEGMENTS: u32 = libc::TUN_F_USO4 | libc::TUN_F_USO6;
 
-/// A guest may cause this many changes of its taps at once: twice what it needs to begin to use eight with four queues,
+/// A guest may change its taps this many times at once. To start using eight cards with four queues each it needs half.
 const BURST: u32 = 64;
-/// and after that another one so often.
+/// After that, it may change them once in each of these times.
 const INTERVAL: Duration = Duration::from_millis(100);
 
 /// A tap device, with one queue or several. Reads and writes do not block.

@@ -88,12 +88,14 @@ impl Nodes {
 
     /// How long the guest may cache the name of a node with these attributes.
     ///
-    /// Two names are not cached, and those of nodes that may be evicted from the table of an exclusive share. One is
-    /// that of a symbolic link in a volume: the guest caches the target of a link as long as its node, and a link
-    /// that the host replaces must lead to its new target at once. The other is a name of a file with several names
-    /// in the root of a container. If it is in a lower layer of an overlay, the host's kernel copies it when it is
-    /// changed, and only the name by which it is changed leads to the copy. So the server must know which name the
-    /// guest uses.
+    /// Three kinds of names are not cached:
+    ///
+    /// - That of a node which may be evicted from the table of an exclusive share.
+    /// - That of a symbolic link in a volume. The guest caches the target of a link as long as its node, and a link
+    ///   that the host replaces must lead to its new target at once.
+    /// - That of a file with several names in the root of a container. If the file is in a lower layer of an overlay,
+    ///   the host's kernel copies it when it is changed, and only the name by which it is changed leads to the copy. So
+    ///   the server must know which name the guest uses.
     pub(in crate::virtio::fs) fn name_cached_for(&mut self, number: u64, stat: &Statx) -> Duration {
         if self.is_exclusive && !self.let_name_be_cached(number) {
             return Duration::ZERO;

@@ -7,7 +7,7 @@ use crate::virtio::fs::abi::Result;
 
 /// How many places are searched for a node to evict before a directory may be evicted.
 const MOST_STEPS_FOR_A_FILE: usize = 256;
-/// And before one in the root of a container may be evicted, while there are many others.
+/// How many places are searched before a node in the root of a container may be evicted, while there are many others.
 const MOST_STEPS_FOR_A_VOLUME: usize = 1 << 14;
 
 impl Nodes {

@@ -39,12 +39,12 @@ const NOTHING: u32 = u32::MAX;
 
 /// What a pod has of policy routing: bodies of RTM_NEWRULE and RTM_NEWROUTE.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Policy {
+pub(crate) struct Routing {
     pub(crate) rules: Vec<NetlinkMessage>,
     pub(crate) routes: Vec<NetlinkMessage>,
 }
 
-impl Default for Policy {
+impl Default for Routing {
     /// That of a new network namespace.
     fn default() -> Self {
         let families = [AddressFamily::Inet, AddressFamily::Inet6];
@@ -71,7 +71,7 @@ fn default_rules(family: AddressFamily) -> Vec<NetlinkMessage> {
 }
 
 /// The rules of the network namespace of `handle`, and these routes of it.
-pub(super) async fn read(handle: &Handle, routes: &[RouteMessage]) -> Result<Policy, NetworkError> {
+pub(super) async fn read(handle: &Handle, routes: &[RouteMessage]) -> Result<Routing, NetworkError> {
     let mut rules = Vec::new();
     for (version, family) in [(IpVersion::V4, AddressFamily::Inet), (IpVersion::V6, AddressFamily::Inet6)] {
         let found: Result<Vec<_>, _> = handle.rule().get(version).execute().try_collect().await;
@@ -89,7 +89,7 @@ pub(super) async fn read(handle: &Handle, routes: &[RouteMessage]) -> Result<Pol
         return Err(NetworkError::TooLong { what: "rules", count: rules.len(), most: MOST_RULES });
     }
     let routes = routes.iter().map(given_route).collect::<Result<_, _>>()?;
-    Ok(Policy { rules, routes })
+    Ok(Routing { rules, routes })
 }
 
 fn has_none(error: &Error) -> bool {
