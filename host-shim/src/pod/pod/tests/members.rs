@@ -397,3 +397,23 @@ async fn a_pod_whose_guest_does_not_answer_costs_one_deadline_for_all_its_contai
     assert_ne!(story.pod.members()[0].pids().await.unwrap(), [story.pod.members()[0].pid()]);
     story.pod.stop().await;
 }
+
+#[tokio::test]
+async fn the_statistics_of_a_pod_are_asked_for_all_containers_at_the_same_time() {
+    let story = Story::pod().await;
+    for id in ["one", "two"] {
+        story.run(id, &["sleep", "1000"]).await;
+    }
+    story.guest.follow("lose-queries one\nlose-queries two");
+    let asked = async {
+        while story.guest.lost("one") == 0 || story.guest.lost("two") == 0 {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    // Before the deadline of the first.
+    let asked = timeout(Duration::from_secs(1), asked);
+    let (late, asked) = tokio::join!(story.pod.stats(), asked);
+    asked.unwrap();
+    assert!(matches!(late, Err(TaskError::Agent(AgentError::Timeout { .. }))), "{late:?}");
+    story.pod.stop().await;
+}
