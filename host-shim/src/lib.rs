@@ -15,6 +15,7 @@
 //! | [`types`] | configuration, requests as they are read, errors |
 
 #![deny(unsafe_code)]
+#![cfg_attr(not(test), warn(clippy::disallowed_methods))]
 
 #[cfg(feature = "fuzz")]
 pub mod fuzz;

@@ -3,6 +3,7 @@
 pub(crate) mod guest;
 
 use std::{
+    collections::BTreeMap,
     fs::{self, File},
     io::{self, BufRead, BufReader, Read, Write},
     os::{fd::AsRawFd, unix::fs::MetadataExt},
@@ -12,6 +13,7 @@ use std::{
 };
 
 use nix::{
+    libc,
     mount::{MntFlags, MsFlags, mount, umount2},
     sched::{CloneFlags, unshare},
     sys::{
@@ -20,6 +22,7 @@ use nix::{
     },
     unistd::Pid,
 };
+use seccompiler::{BpfProgram, SeccompAction, SeccompFilter};
 use tracing::subscriber::DefaultGuard;
 
 use crate::host::process_id::VMM_OPTION;
@@ -29,6 +32,16 @@ use crate::host::process_id::VMM_OPTION;
 pub(crate) fn private_mounts() {
     unshare(CloneFlags::CLONE_NEWNS).unwrap();
     mount(None::<&str>, "/", None::<&str>, MsFlags::MS_REC | MsFlags::MS_PRIVATE, None::<&str>).unwrap();
+}
+
+/// From now on this thread starts no other one, as on a host that has as many as it can have. Nor does it start a
+/// program.
+pub(crate) fn no_more_threads() {
+    let refused = SeccompAction::Errno(libc::EAGAIN as u32);
+    let calls = BTreeMap::from([(libc::SYS_clone3, Vec::new()), (libc::SYS_clone, Vec::new())]);
+    let architecture = std::env::consts::ARCH.try_into().unwrap();
+    let filter = SeccompFilter::new(calls, SeccompAction::Allow, refused, architecture).unwrap();
+    seccompiler::apply_filter(&BpfProgram::try_from(filter).unwrap()).unwrap();
 }
 
 /// The lines that `work` logs in this thread, at level info and above.

@@ -7,6 +7,7 @@
 //! more.
 
 #![deny(unsafe_code)]
+#![cfg_attr(not(test), warn(clippy::disallowed_methods))]
 
 pub mod arch;
 pub mod builder;

@@ -90,7 +90,7 @@ impl Container {
         stream: u32,
     ) -> Result<(), ContainerError> {
         let stream = environment.streams.take(stream).await?;
-        let permit = loopback::permit()?;
+        let permit = loopback::permit().await?;
         let sockets = on_own_thread(move || Sockets::inside(self.init_pidfd.as_fd())).await?;
         let connected = sockets.connect(port).await?;
         tokio::spawn(async move {

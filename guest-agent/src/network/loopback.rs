@@ -8,7 +8,10 @@ use std::{
 };
 
 use bulkhead_agent_api::relay;
-use nix::sched::{CloneFlags, setns};
+use nix::{
+    sched::{CloneFlags, setns},
+    sys::socket::{setsockopt, sockopt},
+};
 use tokio::{
     io::{AsyncRead, AsyncWrite},
     net::{TcpSocket, TcpStream},
@@ -19,10 +22,18 @@ use tokio::{
 use super::NetworkError;
 
 /// The connections of all containers at one time. Each has two buffers of 8 KiB.
-pub const MAX_CONNECTIONS: usize = 64;
+pub const MAX_CONNECTIONS: usize = 128;
+
+/// How long a connection waits for the end of another one, of which the shim may know a little earlier.
+const ROOM: Duration = Duration::from_secs(3);
 
 /// How long a port may take to accept a connection, at each of two addresses.
 const CONNECT: Duration = Duration::from_secs(3);
+
+/// How long a program may take no byte of those that were sent to it. After that time Linux gives up a TCP connection
+/// whose other end is gone (tcp(7), tcp_retries2). The client of a program that hangs may be gone too, and nobody would
+/// end the connection.
+const STALLED: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 900 });
 
 static CONNECTIONS: Semaphore = Semaphore::const_new(MAX_CONNECTIONS);
 
@@ -35,9 +46,13 @@ pub struct Port {
     pub ipv6_first: bool,
 }
 
-/// The right to have one connection. Fails if there are [`MAX_CONNECTIONS`] already.
-pub fn permit() -> Result<SemaphorePermit<'static>, NetworkError> {
-    CONNECTIONS.try_acquire().map_err(|_| NetworkError::TooManyConnections)
+/// The right to have one connection. Fails if there are [`MAX_CONNECTIONS`] for a time.
+pub async fn permit() -> Result<SemaphorePermit<'static>, NetworkError> {
+    match timeout(ROOM, CONNECTIONS.acquire()).await {
+        Ok(Ok(permit)) => Ok(permit),
+        // It is never closed.
+        Ok(Err(_)) | Err(_) => Err(NetworkError::TooManyConnections),
+    }
 }
 
 /// A socket for each address of a loopback interface. A socket belongs to the namespace in which it was made.
@@ -81,6 +96,7 @@ async fn connect((socket, address): (TcpSocket, SocketAddr)) -> io::Result<TcpSt
     let connected = timeout(CONNECT, socket.connect(address)).await??;
     // The sender has already decided how to split its data.
     connected.set_nodelay(true)?;
+    setsockopt(&connected, sockopt::TcpUserTimeout, &(STALLED.as_millis() as u32))?;
     Ok(connected)
 }
 
@@ -114,7 +130,7 @@ mod tests {
         // Nobody listens at ::1.
         let connected = connect_here(Port { number, ipv6_first: true }).await.unwrap();
         let (mut host, guest) = tokio::io::duplex(64);
-        let forwarded = tokio::spawn(forward(guest, connected, permit().unwrap()));
+        let forwarded = tokio::spawn(forward(guest, connected, permit().await.unwrap()));
         host.write_all(b"question").await.unwrap();
         host.shutdown().await.unwrap();
         let (server, _) = listener.accept().unwrap();
@@ -137,13 +153,42 @@ mod tests {
         let number = listener.local_addr().unwrap().port();
         let connected = connect_here(Port { number, ipv6_first: false }).await.unwrap();
         let (mut host, guest) = tokio::io::duplex(64);
-        let forwarded = tokio::spawn(forward(guest, connected, permit().unwrap()));
+        let forwarded = tokio::spawn(forward(guest, connected, permit().await.unwrap()));
         let (_server, _) = listener.accept().unwrap();
         tokio::time::sleep(10 * relay::HALF_OPEN).await;
         assert!(!forwarded.is_finished(), "both sides may be silent as long as they like");
         host.shutdown().await.unwrap();
         let ended = forwarded.await.unwrap().unwrap_err();
         assert_eq!(ended.kind(), io::ErrorKind::TimedOut);
+    }
+
+    #[tokio::test]
+    async fn a_program_that_takes_nothing_keeps_its_connection_for_a_bounded_time() {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let number = listener.local_addr().unwrap().port();
+        let connected = connect_here(Port { number, ipv6_first: false }).await.unwrap();
+        let (_server, _) = listener.accept().unwrap();
+        let (mut host, guest) = tokio::io::duplex(64);
+        let forwarded = tokio::spawn(forward(guest, connected, permit().await.unwrap()));
+        // As much as the kernel takes, and then until the connection ends.
+        let written = async { while host.write_all(&[0; 1 << 16]).await.is_ok() {} };
+        timeout(30 * STALLED, written).await.unwrap();
+        let ended = forwarded.await.unwrap().unwrap_err();
+        assert_eq!(ended.kind(), io::ErrorKind::TimedOut);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn one_connection_too_many_waits_for_another_to_end() {
+        let mut all = Vec::new();
+        while let Ok(permit) = permit().await {
+            all.push(permit);
+        }
+        assert!(all.len() <= MAX_CONNECTIONS);
+        let (waited, ()) = tokio::join!(permit(), async {
+            tokio::time::sleep(ROOM / 2).await;
+            all.pop();
+        });
+        drop(waited.unwrap());
     }
 
     #[tokio::test]

@@ -6,6 +6,7 @@
 //! ```text
 //! lose ID          requests to signal or delete this container never arrive; the agent itself answers them always;
 //!                  the file `lost` beside the rules gets a line with ID for each
+//! lose-queries ID  the same for requests for statistics or processes of this container
 //! accept-limits    UpdateContainer succeeds, and the agent does not get it; a container is created without its limits;
 //!                  the file `limits` beside the rules gets a line of JSON for each
 //! fail-update      UpdateContainer fails, and the agent does not get it
@@ -136,10 +137,14 @@ impl Filter {
         let rules = self.rules()?;
         let has = |rule: &str| rules.lines().any(|line| line == rule);
         match request.method.as_str() {
-            "SignalProcess" | "DeleteContainer" => {
-                // Both requests begin with the container's id.
+            method @ ("SignalProcess" | "DeleteContainer" | "ListPids" | "Stats") => {
+                // All these requests begin with the container's id.
                 let id = DeleteContainerRequest::parse_from_bytes(&request.payload)?.container_id;
-                if has(&format!("lose {id}")) {
+                let rule = match method {
+                    "ListPids" | "Stats" => "lose-queries",
+                    _ => "lose",
+                };
+                if has(&format!("{rule} {id}")) {
                     return self.note("lost", id);
                 }
             }

@@ -3,6 +3,7 @@
 mod clock;
 mod frames;
 mod running_containers;
+mod silence;
 #[cfg(test)]
 mod tests;
 
@@ -25,7 +26,7 @@ use ttrpc::{
     context::{Context, with_duration},
 };
 
-use self::frames::CheckedStream;
+use self::{frames::CheckedStream, silence::Silence};
 use crate::{
     host::{
         host_socket::HostSocket,
@@ -49,6 +50,9 @@ const QUICK: Duration = Duration::from_secs(if cfg!(test) { 2 } else { 10 });
 /// The deadline of a list of processes. containerd waits for it for 5 s when it is restarted, and then ends the shim.
 const LIST: Duration = Duration::from_secs(3);
 
+/// The deadline of statistics. containerd asks all tasks of a node one after the other, and kubelet waits for it.
+const STATS: Duration = Duration::from_secs(2);
+
 /// How much later than the shim the agent gives up a call.
 const AGENT_DEADLINE: Duration = Duration::from_secs(1);
 
@@ -71,6 +75,8 @@ pub(crate) enum AgentError {
     Refused { code: ttrpc::Code, message: String },
     #[error("the guest's agent does not answer {call} in time")]
     Timeout { call: &'static str },
+    #[error("the guest's agent has not answered for {seconds} s, so it is not asked: {call}")]
+    Silent { call: &'static str, seconds: u64 },
     #[error("the guest's agent does not answer {call}: {reason}")]
     Disconnected { call: &'static str, reason: String },
     #[error("cannot read /dev/urandom")]
@@ -115,6 +121,7 @@ pub(crate) struct HostSettings {
 #[derive(Clone)]
 pub(crate) struct Agent {
     client: AgentClient,
+    silence: Arc<Silence>,
 }
 
 impl std::fmt::Debug for Agent {
@@ -131,7 +138,8 @@ impl Agent {
 
     /// The agent at the other end of a connection.
     pub(crate) fn over(stream: impl AsyncRead + AsyncWrite + Send + Sync + Unpin + 'static) -> Self {
-        Self { client: AgentClient::new(Client::new(Socket::new(CheckedStream::new(stream)))) }
+        let client = Client::new(Socket::new(CheckedStream::new(stream)));
+        Self { client: AgentClient::new(client), silence: Arc::default() }
     }
 
     /// Gives the guest its identity. Returns the release of its kernel.
@@ -151,7 +159,7 @@ impl Agent {
         request.tasks = of_host.tasks.map_or(0, |tasks| tasks.max(1));
         request.clock_unix_ns = unix_ns(SystemTime::now());
         let answer =
-            call("StartSandbox", SETUP, |context| self.client.start_sandbox(context, &request)).await?;
+            self.call("StartSandbox", SETUP, |context| self.client.start_sandbox(context, &request)).await?;
         Ok(one_line(&answer.kernel_release))
     }
 
@@ -162,7 +170,7 @@ impl Agent {
         (request.bytes, request.mode) = (volume.bytes, volume.mode);
         (request.uid, request.gid) = (volume.uid, volume.gid);
         request.huge_pages = volume.huge_pages;
-        call("MakeVolume", SETUP, |context| self.client.make_volume(context, &request)).await.map(drop)
+        self.call("MakeVolume", SETUP, |context| self.client.make_volume(context, &request)).await.map(drop)
     }
 
     /// Brings the files of a volume in memory to these.
@@ -170,7 +178,7 @@ impl Agent {
         let mut request = agent::WriteVolumeRequest::new();
         request.name = name.into();
         request.entries = entries.into_iter().map(volume_entry).collect();
-        call("WriteVolume", SETUP, |context| self.client.write_volume(context, &request)).await.map(drop)
+        self.call("WriteVolume", SETUP, |context| self.client.write_volume(context, &request)).await.map(drop)
     }
 
     /// Loads a binary policy of AppArmor, in which this profile is, however long that takes.
@@ -178,7 +186,7 @@ impl Agent {
         let mut request = agent::LoadAppArmorPolicyRequest::new();
         (request.profile, request.policy) = (profile.into(), policy.into());
         let answer = self.client.load_app_armor_policy(Context::default(), &request).await;
-        answer.map(drop).map_err(|error| failed("LoadAppArmorPolicy", error))
+        self.heard("LoadAppArmorPolicy", answer).map(drop)
     }
 
     /// Sets up a container up to its process's execve.
@@ -195,7 +203,7 @@ impl Agent {
         request.pause = container.pause;
         request.no_new_keyring = container.no_new_keyring;
         request.host_sockets = container.host_sockets.iter().map(|socket| description(socket)).collect();
-        call("CreateContainer", SETUP, |context| self.client.create_container(context, &request))
+        self.call("CreateContainer", SETUP, |context| self.client.create_container(context, &request))
             .await
             .map(drop)
     }
@@ -207,7 +215,7 @@ impl Agent {
         mut interface: agent::ConfigureNetworkRequest,
     ) -> Result<(), AgentError> {
         interface.container_id = id.into();
-        call("ConfigureNetwork", SETUP, |context| self.client.configure_network(context, &interface))
+        self.call("ConfigureNetwork", SETUP, |context| self.client.configure_network(context, &interface))
             .await
             .map(drop)
     }
@@ -219,7 +227,9 @@ impl Agent {
         mut change: agent::ChangeNetworkRequest,
     ) -> Result<(), AgentError> {
         change.interface.mut_or_insert_default().container_id = id.into();
-        call("ChangeNetwork", SETUP, |context| self.client.change_network(context, &change)).await.map(drop)
+        self.call("ChangeNetwork", SETUP, |context| self.client.change_network(context, &change))
+            .await
+            .map(drop)
     }
 
     /// Changes the rules of policy routing in the network namespace of a container.
@@ -229,7 +239,9 @@ impl Agent {
         mut change: agent::ChangeRoutingRequest,
     ) -> Result<(), AgentError> {
         change.container_id = id.into();
-        call("ChangeRouting", SETUP, |context| self.client.change_routing(context, &change)).await.map(drop)
+        self.call("ChangeRouting", SETUP, |context| self.client.change_routing(context, &change))
+            .await
+            .map(drop)
     }
 
     /// Takes a network card out of the network namespace of a container.
@@ -237,7 +249,9 @@ impl Agent {
         let mut request = agent::RemoveNetworkRequest::new();
         request.container_id = id.into();
         request.card = card.into();
-        call("RemoveNetwork", SETUP, |context| self.client.remove_network(context, &request)).await.map(drop)
+        self.call("RemoveNetwork", SETUP, |context| self.client.remove_network(context, &request))
+            .await
+            .map(drop)
     }
 
     /// Connects a stream with a TCP port of the loopback interface in a container's network namespace.
@@ -252,7 +266,7 @@ impl Agent {
         request.port = address.port().into();
         request.ipv6 = address.is_ipv6();
         request.stream = stream;
-        call("ConnectLoopback", QUICK, |context| self.client.connect_loopback(context, &request))
+        self.call("ConnectLoopback", QUICK, |context| self.client.connect_loopback(context, &request))
             .await
             .map(drop)
     }
@@ -262,7 +276,7 @@ impl Agent {
         let mut request = agent::ServeNameServerRequest::new();
         request.container_id = id.into();
         request.stream = stream;
-        call("ServeNameServer", SETUP, |context| self.client.serve_name_server(context, &request))
+        self.call("ServeNameServer", SETUP, |context| self.client.serve_name_server(context, &request))
             .await
             .map(drop)
     }
@@ -279,7 +293,7 @@ impl Agent {
         (request.index, request.datagrams) = (index, datagrams);
         request.path = place.as_os_str().as_bytes().into();
         (request.major, request.minor, request.inode) = (socket.major, socket.minor, socket.inode);
-        call("ListenHostSocket", QUICK, |context| self.client.listen_host_socket(context, &request))
+        self.call("ListenHostSocket", QUICK, |context| self.client.listen_host_socket(context, &request))
             .await
             .map(drop)
     }
@@ -288,7 +302,7 @@ impl Agent {
     pub(crate) async fn close_host_socket(&self, index: u32) -> Result<(), AgentError> {
         let mut request = agent::CloseHostSocketRequest::new();
         request.index = index;
-        call("CloseHostSocket", QUICK, |context| self.client.close_host_socket(context, &request))
+        self.call("CloseHostSocket", QUICK, |context| self.client.close_host_socket(context, &request))
             .await
             .map(drop)
     }
@@ -307,7 +321,7 @@ impl Agent {
         request.index = index as u32;
         request.stream = stream;
         let answer = self.client.accept_host_socket(Context::default(), &request).await;
-        let answer = answer.map_err(|error| failed("AcceptHostSocket", error))?;
+        let answer = self.heard("AcceptHostSocket", answer)?;
         Ok(Peer { uid: answer.uid, gid: answer.gid })
     }
 
@@ -315,7 +329,7 @@ impl Agent {
     pub(crate) async fn start_container(&self, id: &str) -> Result<(), AgentError> {
         let mut request = agent::StartContainerRequest::new();
         request.container_id = id.into();
-        call("StartContainer", SETUP, |context| self.client.start_container(context, &request))
+        self.call("StartContainer", SETUP, |context| self.client.start_container(context, &request))
             .await
             .map(drop)
     }
@@ -333,7 +347,7 @@ impl Agent {
         request.exec_id = exec_id.into();
         request.process_json = process_json;
         request.stdio = Some(stdio).into();
-        call("ExecProcess", SETUP, |context| self.client.exec_process(context, &request)).await.map(drop)
+        self.call("ExecProcess", SETUP, |context| self.client.exec_process(context, &request)).await.map(drop)
     }
 
     /// Waits for the end of the container's init, for as long as it takes.
@@ -347,7 +361,7 @@ impl Agent {
         request.container_id = id.into();
         request.exec_id = exec_id.into();
         let answer = self.client.wait_process(Context::default(), &request).await;
-        let answer = answer.map_err(|e| failed("WaitProcess", e))?;
+        let answer = self.heard("WaitProcess", answer)?;
         // The host's clock, not the guest's, which the guest can set.
         let exit = Exit { status: answer.exit_status.min(LAST_STATUS), at: SystemTime::now() };
         Ok(End { exit, oom: answer.oom.unwrap_or_default() })
@@ -359,7 +373,9 @@ impl Agent {
         request.container_id = id.into();
         request.signal = signal;
         request.all = all;
-        call("SignalProcess", QUICK, |context| self.client.signal_process(context, &request)).await.map(drop)
+        self.call("SignalProcess", QUICK, |context| self.client.signal_process(context, &request))
+            .await
+            .map(drop)
     }
 
     /// Signals a process that was added to the container.
@@ -368,7 +384,9 @@ impl Agent {
         request.container_id = id.into();
         request.exec_id = exec_id.into();
         request.signal = signal;
-        call("SignalProcess", QUICK, |context| self.client.signal_process(context, &request)).await.map(drop)
+        self.call("SignalProcess", QUICK, |context| self.client.signal_process(context, &request))
+            .await
+            .map(drop)
     }
 
     /// Sets the size of the terminal of the container's init, for which `exec_id` is empty, or of a process that was
@@ -379,7 +397,7 @@ impl Agent {
         request.exec_id = exec_id.into();
         request.width = size.width.into();
         request.height = size.height.into();
-        call("ResizeTerminal", QUICK, |context| self.client.resize_terminal(context, &request))
+        self.call("ResizeTerminal", QUICK, |context| self.client.resize_terminal(context, &request))
             .await
             .map(drop)
     }
@@ -388,7 +406,11 @@ impl Agent {
     pub(crate) async fn list_pids(&self, id: &str) -> Result<Vec<u32>, AgentError> {
         let mut request = agent::ListPidsRequest::new();
         request.container_id = id.into();
-        let answer = call("ListPids", LIST, |context| self.client.list_pids(context, &request)).await?;
+        let ask = |client: AgentClient, context| {
+            let request = request.clone();
+            async move { client.list_pids(context, &request).await }
+        };
+        let answer = self.query("ListPids", LIST, ask).await?;
         let mut pids = answer.pids;
         pids.truncate(MAX_PIDS);
         Ok(pids)
@@ -398,7 +420,7 @@ impl Agent {
     pub(crate) async fn delete_container(&self, id: &str) -> Result<(), AgentError> {
         let mut request = agent::DeleteContainerRequest::new();
         request.container_id = id.into();
-        call("DeleteContainer", QUICK, |context| self.client.delete_container(context, &request))
+        self.call("DeleteContainer", QUICK, |context| self.client.delete_container(context, &request))
             .await
             .map(drop)
     }
@@ -406,7 +428,37 @@ impl Agent {
     /// Ends all processes of the guest and writes back its dirty data.
     pub(crate) async fn shutdown(&self, within: Duration) -> Result<(), AgentError> {
         let nothing = agent::Empty::new();
-        call("Shutdown", within, |context| self.client.shutdown(context, &nothing)).await.map(drop)
+        self.call("Shutdown", within, |context| self.client.shutdown(context, &nothing)).await.map(drop)
+    }
+
+    /// Whether the agent answers now. Asks in any case: if it does not, the VM may be killed.
+    pub(crate) async fn answers(&self) -> bool {
+        // No container has this id. A refusal is an answer.
+        let request = agent::ListPidsRequest::new();
+        let answer = self.call("ListPids", LIST, |context| self.client.list_pids(context, &request)).await;
+        matches!(answer, Ok(_) | Err(AgentError::Refused { .. }))
+    }
+
+    /// Makes a call that has a deadline. The deadline is kept here; the context's is a little later, for the agent.
+    async fn call<T, F: Future<Output = ttrpc::Result<T>>>(
+        &self,
+        name: &'static str,
+        within: Duration,
+        make: impl FnOnce(Context) -> F,
+    ) -> Result<T, AgentError> {
+        match tokio::time::timeout(within, make(with_duration(within + AGENT_DEADLINE))).await {
+            Ok(answer) => self.heard(name, answer),
+            Err(_) => Err(AgentError::Timeout { call: name }),
+        }
+    }
+
+    /// What the agent has answered. After it queries are made again.
+    fn heard<T>(&self, call: &'static str, answer: ttrpc::Result<T>) -> Result<T, AgentError> {
+        let heard = answer.map_err(|error| failed(call, error));
+        if !matches!(heard, Err(AgentError::Timeout { .. })) {
+            self.silence.end();
+        }
+        heard
     }
 }
 
@@ -430,18 +482,6 @@ fn volume_entry(entry: Entry) -> agent::VolumeEntry {
         Kind::Link(target) => message.set_link(target),
     }
     message
-}
-
-/// Makes a call that has a deadline. The deadline is kept here; the context's is a little later, for the agent.
-async fn call<T, F: Future<Output = ttrpc::Result<T>>>(
-    name: &'static str,
-    within: Duration,
-    make: impl FnOnce(Context) -> F,
-) -> Result<T, AgentError> {
-    match tokio::time::timeout(within, make(with_duration(within + AGENT_DEADLINE))).await {
-        Ok(answer) => answer.map_err(|error| failed(name, error)),
-        Err(_) => Err(AgentError::Timeout { call: name }),
-    }
 }
 
 fn failed(call: &'static str, error: ttrpc::Error) -> AgentError {

@@ -338,12 +338,15 @@ fn mount_with(request: &Mount, options: &Options, target: &Path) -> Result<(), E
     let Some(base) = &options.base else { return mount_it() };
     // Relative layers need a working directory. A thread of its own has one (CLONE_FS).
     thread::scope(|scope| {
-        let mounting = scope.spawn(|| {
+        let mounting = thread::Builder::new().spawn_scoped(scope, || {
             unshare(CloneFlags::CLONE_FS)?;
             chdir(base)?;
             mount_it()
         });
-        mounting.join().unwrap_or(Err(Errno::EIO))
+        match mounting {
+            Ok(mounting) => mounting.join().unwrap_or(Err(Errno::EIO)),
+            Err(error) => Err(Errno::try_from(error).unwrap_or(Errno::EAGAIN)),
+        }
     })
 }
 
@@ -475,7 +478,7 @@ mod tests {
     };
 
     use super::*;
-    use crate::testing::private_mounts;
+    use crate::testing::{no_more_threads, private_mounts};
 
     fn request(source: &Path) -> BindMount {
         BindMount {
@@ -490,6 +493,14 @@ mod tests {
 
     fn options(list: &[&str]) -> Vec<String> {
         list.iter().map(|option| (*option).to_owned()).collect()
+    }
+
+    #[test]
+    fn a_host_without_threads_mounts_no_overlay_of_relative_layers() {
+        no_more_threads();
+        let request = Mount { kind: "overlay".into(), source: "overlay".into(), options: Vec::new() };
+        let options = Options { flags: MsFlags::empty(), data: String::new(), base: Some("/".into()) };
+        assert_eq!(mount_with(&request, &options, Path::new("/nonexistent")), Err(Errno::EAGAIN));
     }
 
     #[test]

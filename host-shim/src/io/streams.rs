@@ -6,7 +6,9 @@
 //! all other writers have closed it.
 
 use std::{
-    fmt, io,
+    fmt,
+    fs::{self, File},
+    io,
     os::unix::fs::FileTypeExt,
     path::{Path, PathBuf},
     sync::Mutex,
@@ -15,7 +17,6 @@ use std::{
 
 use bulkhead_agent_api::agent;
 use tokio::{
-    fs,
     io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, BufReader},
     net::unix::pipe,
     runtime::Handle,
@@ -25,7 +26,10 @@ use tokio::{
 use crate::{
     guest::agent::AgentError,
     host::blocking,
-    io::logger::{Logger, LoggerError, Ready, Source},
+    io::{
+        file_writer::FileWriter,
+        logger::{Logger, LoggerError, Ready, Source},
+    },
     types::{error::chain, lock::lock, stdio_endpoint::Endpoint},
     vm::vsock::{GuestStream, Vsock, VsockError},
 };
@@ -195,20 +199,23 @@ async fn open_output(
         },
         Endpoint::File(path) => {
             if let Some(parent) = path.parent() {
-                fs::create_dir_all(parent).await.map_err(|e| failed(parent, e))?;
+                on_thread(parent, |parent| fs::create_dir_all(parent))
+                    .await
+                    .map_err(|e| failed(parent, e))?;
             }
             Ok(Some(Box::new(append(path).await.map_err(|e| failed(path, e))?)))
         }
     }
 }
 
-async fn append(path: &Path) -> io::Result<fs::File> {
-    fs::OpenOptions::new().create(true).append(true).open(path).await
+async fn append(path: &Path) -> io::Result<FileWriter> {
+    let file = on_thread(path, |path| File::options().create(true).append(true).open(path)).await?;
+    FileWriter::start(file)
 }
 
 /// Opens a FIFO for writing. Blocks. None: the path is not that of a FIFO.
 fn open_fifo(path: &Path) -> io::Result<Option<pipe::Sender>> {
-    if !std::fs::metadata(path).is_ok_and(|metadata| metadata.file_type().is_fifo()) {
+    if !fs::metadata(path).is_ok_and(|metadata| metadata.file_type().is_fifo()) {
         return Ok(None);
     }
     // It is opened for reading too, so that it always has a reader, and no write fails with EPIPE.
@@ -298,7 +305,7 @@ impl Drop for Streams {
 
 #[cfg(test)]
 mod tests {
-    use std::{fs, io::Write};
+    use std::io::Write;
 
     use bulkhead_agent_api::STREAM_PORT;
     use nix::{sys::stat::Mode, unistd::mkfifo};
@@ -308,7 +315,10 @@ mod tests {
     };
 
     use super::*;
-    use crate::vm::vsock::tests::accept;
+    use crate::{
+        testing::{Log, no_more_threads},
+        vm::vsock::tests::accept,
+    };
 
     /// The first id that a VM's streams get.
     const FIRST: u32 = 1;
@@ -409,6 +419,53 @@ mod tests {
         drop(process);
         open.unwrap().streams.drain(WAIT).await;
         assert_eq!(fs::read_to_string(&path).unwrap(), "before after");
+    }
+
+    #[test]
+    fn output_arrives_in_a_file_when_the_host_has_no_threads_any_more() {
+        // An idle thread of tokio would be used again.
+        let mut runtime = tokio::runtime::Builder::new_current_thread();
+        let runtime = runtime.enable_all().thread_keep_alive(Duration::from_millis(1)).build().unwrap();
+        runtime.block_on(async {
+            let guest = guest();
+            let path = guest.dir.path().join("log");
+            let (nowhere, stdout) = (Endpoint::Nowhere, Endpoint::File(path.clone()));
+            let opening = guest.flow([&nowhere, &stdout, &nowhere]);
+            let (open, mut process) = tokio::join!(opening, guest.stream(STDOUT));
+            process.write_all(b"before").await.unwrap();
+            let arrived = async {
+                while fs::read(&path).unwrap() != b"before" {
+                    sleep(Duration::from_millis(5)).await;
+                }
+            };
+            timeout(WAIT, arrived).await.unwrap();
+            sleep(Duration::from_millis(50)).await;
+            no_more_threads();
+            // More than one write has under way.
+            let sent = vec![b'x'; 300_000];
+            timeout(WAIT, process.write_all(&sent)).await.unwrap().unwrap();
+            drop(process);
+            open.unwrap().streams.drain(WAIT).await;
+            assert!(fs::read(&path).unwrap() == [&b"before"[..], &sent].concat());
+            // Another file is not opened, and that is an error.
+            let error = guest.flow([&nowhere, &stdout, &nowhere]).await.unwrap_err();
+            assert_eq!(error.to_string(), format!("stdout: cannot open {}", guest.dir.path().display()));
+        });
+    }
+
+    #[tokio::test]
+    async fn output_that_a_file_does_not_take_is_lost_and_the_log_says_so() {
+        let log = Log::begin();
+        let guest = guest();
+        let (nowhere, stdout) = (Endpoint::Nowhere, Endpoint::Path("/dev/full".into()));
+        let opening = guest.flow([&nowhere, &stdout, &nowhere]);
+        let (open, mut process) = tokio::join!(opening, guest.stream(STDOUT));
+        process.write_all(b"lost").await.unwrap();
+        drop(process);
+        timeout(WAIT, open.unwrap().streams.drain(WAIT)).await.unwrap();
+        let lines = log.lines();
+        assert!(lines.iter().any(|line| line.contains("the rest of the output is lost")), "{lines:?}");
+        assert!(lines.iter().any(|line| line.contains("no space left")), "{lines:?}");
     }
 
     #[tokio::test]

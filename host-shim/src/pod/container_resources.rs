@@ -75,6 +75,7 @@ impl Container {
             Err(error @ AgentError::Refused { .. }) if self.init.state().exit().is_none() => {
                 Err(error.into())
             }
+            Err(AgentError::Silent { .. }) => Ok(vec![self.pid()]),
             Err(error) => {
                 tracing::warn!(container = self.id, error = chain(&error), "no list of processes");
                 Ok(vec![self.pid()])

@@ -519,9 +519,13 @@ impl Pod {
 
     /// What the containers use together. What the VM itself takes of the host is in the pod's cgroup there.
     pub(crate) async fn stats(&self) -> Result<Any, TaskError> {
-        let mut used = vec![self.container(self.id())?.usage().await?];
-        for member in self.members() {
-            match member.usage().await {
+        let (own, members) = (self.container(self.id())?, self.members());
+        // All at once: if the guest does not answer, this takes as long as for one container.
+        let members = join_all(members.iter().map(|member| member.usage()));
+        let (own, members) = tokio::join!(own.usage(), members);
+        let mut used = vec![own?];
+        for usage in members {
+            match usage {
                 Ok(usage) => used.push(usage),
                 // A container that has ended uses nothing.
                 Err(TaskError::Refused(_)) => {}

@@ -68,6 +68,7 @@ fn of_agent(error: &AgentError) -> Cause {
         AgentError::Refused { .. }
         | AgentError::Connect(_)
         | AgentError::Timeout { .. }
+        | AgentError::Silent { .. }
         | AgentError::Disconnected { .. }
         | AgentError::Entropy(_) => Cause::Guest,
     }

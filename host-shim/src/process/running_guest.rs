@@ -34,12 +34,6 @@ impl Guest {
         run_in(&self.vm, work).await
     }
 
-    /// Whether the guest's agent answers anything.
-    pub(crate) async fn answers(&self) -> bool {
-        // No container has this id. A refusal is an answer.
-        matches!(self.agent.list_pids("").await, Ok(_) | Err(AgentError::Refused { .. }))
-    }
-
     /// Asks the guest to delete the container. Returns whether the container is gone.
     pub(crate) async fn try_delete(&self, id: &str) -> bool {
         if self.vm.has_exited() {

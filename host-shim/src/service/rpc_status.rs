@@ -82,7 +82,7 @@ fn code(error: &TaskError) -> Code {
         TaskError::Disk { source: DiskError::Vmm(AttachError::Refused(_)), .. } => Code::RESOURCE_EXHAUSTED,
         TaskError::Agent(AgentError::Refused { code, .. }) => *code,
         TaskError::Cancelled => Code::ABORTED,
-        TaskError::Agent(AgentError::Timeout { .. })
+        TaskError::Agent(AgentError::Timeout { .. } | AgentError::Silent { .. })
         | TaskError::Cgroup(CgroupError::Late { .. })
         | TaskError::Vm(VmError::Timeout { .. } | VmError::Stalled)
         | TaskError::Timeout { .. } => Code::DEADLINE_EXCEEDED,
@@ -131,6 +131,8 @@ mod tests {
     fn a_guest_that_is_slow_or_gone_has_codes_of_its_own() {
         let slow = AgentError::Timeout { call: "Stats" };
         assert_eq!(code(&slow.into()), Code::DEADLINE_EXCEEDED);
+        let silent = AgentError::Silent { call: "Stats", seconds: 7 };
+        assert_eq!(code(&silent.into()), Code::DEADLINE_EXCEEDED);
         let gone = AgentError::Disconnected { call: "Stats", reason: "closed".into() };
         assert_eq!(code(&gone.into()), Code::UNAVAILABLE);
         assert_eq!(code(&VmError::Ended("killed".into()).into()), Code::UNAVAILABLE);

@@ -50,10 +50,6 @@ const LOOK: Duration = Duration::from_secs(10);
 /// Files that may be open.
 const OPEN_FILES: u64 = 1 << 16;
 
-/// How long a thread of the runtime outlives its work. The runtime has such threads for files that get output, and one
-/// whose storage hangs keeps its thread.
-const BLOCKING_IDLE: Duration = Duration::from_secs(1);
-
 /// What the kernel keeps of the name of this program: 15 bytes (/proc/PID/comm, proc(5)).
 const NAME: &CStr = c"containerd-shim";
 
@@ -87,19 +83,11 @@ pub(crate) fn serve(args: &Args) -> Result<(), ServeError> {
     let listener = io::stdin().as_fd().try_clone_to_owned().map_err(ServeError::Listener)?;
     let listener = UnixListener::from(listener);
     listener.local_addr().map_err(ServeError::Listener)?;
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .max_blocking_threads(blocking::MOST_THREADS)
-        .thread_keep_alive(BLOCKING_IDLE)
-        .thread_stack_size(blocking::STACK)
-        .build()
-        .map_err(ServeError::Begin)?;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let runtime = runtime.map_err(ServeError::Begin)?;
     // Every line of the log names the pod.
     let _span = tracing::error_span!("pod", namespace = args.namespace, id = args.id).entered();
-    let served = runtime.block_on(run(args, config, &bundle, listener, spare));
-    // Threads that hang are not waited for.
-    runtime.shutdown_background();
-    served
+    runtime.block_on(run(args, config, &bundle, listener, spare))
 }
 
 /// containerd starts programs with the limit that it has from systemd, mostly 1024. Each process of a container takes

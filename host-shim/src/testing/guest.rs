@@ -115,7 +115,7 @@ impl Guest {
         self.noted("processors").lines().map(|line| line.parse().unwrap()).collect()
     }
 
-    /// How many requests about a container were lost, because of the rule `lose`.
+    /// How many requests about a container were lost, because of the rules `lose` and `lose-queries`.
     pub(crate) fn lost(&self, id: &str) -> usize {
         self.noted("lost").lines().filter(|line| *line == id).count()
     }

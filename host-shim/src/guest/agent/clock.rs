@@ -3,21 +3,22 @@
 use bulkhead_agent_api::agent;
 use ttrpc::context::Context;
 
-use super::{Agent, AgentError, QUICK, call, failed};
+use super::{Agent, AgentError, QUICK};
 use crate::guest::clock_discipline::Correction;
 
 impl Agent {
     /// The guest's clock, nanoseconds since 1970. It may be anything.
     pub(crate) async fn read_clock(&self) -> Result<i64, AgentError> {
         let nothing = agent::Empty::new();
-        let answer = call("ReadClock", QUICK, |context| self.client.read_clock(context, &nothing)).await?;
+        let answer =
+            self.call("ReadClock", QUICK, |context| self.client.read_clock(context, &nothing)).await?;
         Ok(answer.unix_ns)
     }
 
     /// Waits, without a deadline, until the agent answers again.
     pub(crate) async fn wait_for_answer(&self) -> Result<(), AgentError> {
         let answer = self.client.read_clock(Context::default(), &agent::Empty::new()).await;
-        answer.map(drop).map_err(|e| failed("ReadClock", e))
+        self.heard("ReadClock", answer).map(drop)
     }
 
     /// Corrects the guest's clock.
@@ -30,6 +31,6 @@ impl Agent {
         request.step_ns = correction.step_ns;
         request.rate_ppb = correction.rate_ppb;
         request.tai_offset_s = tai_offset_s;
-        call("AdjustClock", QUICK, |context| self.client.adjust_clock(context, &request)).await.map(drop)
+        self.call("AdjustClock", QUICK, |context| self.client.adjust_clock(context, &request)).await.map(drop)
     }
 }

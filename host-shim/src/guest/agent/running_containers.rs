@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
-use bulkhead_agent_api::agent;
+use bulkhead_agent_api::{agent, agent_ttrpc::AgentClient};
 use ttrpc::context::Context;
 
-use super::{Agent, AgentError, QUICK, SETUP, call, failed};
+use super::{Agent, AgentError, QUICK, SETUP, STATS};
 use crate::host::rootfs::DiskRoot;
 
 /// How long a guest may take to write back what it has changed on a disk.
@@ -16,7 +16,7 @@ impl Agent {
     pub(crate) async fn pause(&self, id: &str) -> Result<(), AgentError> {
         let mut request = agent::PauseContainerRequest::new();
         request.container_id = id.into();
-        call("PauseContainer", QUICK, |context| self.client.pause_container(context, &request))
+        self.call("PauseContainer", QUICK, |context| self.client.pause_container(context, &request))
             .await
             .map(drop)
     }
@@ -24,7 +24,7 @@ impl Agent {
     /// Resumes the container's processes.
     pub(crate) async fn resume(&self, id: &str) -> Result<(), AgentError> {
         let request = resume_request(id);
-        call("ResumeContainer", QUICK, |context| self.client.resume_container(context, &request))
+        self.call("ResumeContainer", QUICK, |context| self.client.resume_container(context, &request))
             .await
             .map(drop)
     }
@@ -32,7 +32,7 @@ impl Agent {
     /// Resumes them when the agent answers again, without a deadline.
     pub(crate) async fn resume_at_last(&self, id: &str) -> Result<(), AgentError> {
         let answer = self.client.resume_container(Context::default(), &resume_request(id)).await;
-        answer.map(drop).map_err(|e| failed("ResumeContainer", e))
+        self.heard("ResumeContainer", answer).map(drop)
     }
 
     /// Changes limits of the container: `linux.resources` of the OCI runtime-spec. The number is that of the update
@@ -47,7 +47,7 @@ impl Agent {
         request.container_id = id.into();
         request.resources_json = resources_json;
         request.number = number;
-        call("UpdateContainer", QUICK, |context| self.client.update_container(context, &request))
+        self.call("UpdateContainer", QUICK, |context| self.client.update_container(context, &request))
             .await
             .map(drop)
     }
@@ -58,7 +58,7 @@ impl Agent {
         request.container_id = id.into();
         request.number = number;
         let answer = self.client.undo_update(Context::default(), &request).await;
-        answer.map(drop).map_err(|e| failed("UndoUpdate", e))
+        self.heard("UndoUpdate", answer).map(drop)
     }
 
     /// Waits until the guest's kernel has the memory online that was added to what it began with, and the limits of its
@@ -66,7 +66,9 @@ impl Agent {
     pub(crate) async fn follow_memory(&self, added_mib: u32) -> Result<(), AgentError> {
         let mut request = agent::FollowMemoryRequest::new();
         request.added_mib = added_mib;
-        call("FollowMemory", SETUP, |context| self.client.follow_memory(context, &request)).await.map(drop)
+        self.call("FollowMemory", SETUP, |context| self.client.follow_memory(context, &request))
+            .await
+            .map(drop)
     }
 
     /// Waits, without a deadline, until the containers need more memory than the guest has. `can_grow`: it gets more
@@ -75,15 +77,16 @@ impl Agent {
         let mut request = agent::WaitMemoryDemandRequest::new();
         request.can_grow = can_grow;
         let answer = self.client.wait_memory_demand(Context::default(), &request).await;
-        answer.map(drop).map_err(|e| failed("WaitMemoryDemand", e))
+        self.heard("WaitMemoryDemand", answer).map(drop)
     }
 
     /// Brings the first `count` processors of the guest online, and the others offline. Returns how many are online.
     pub(crate) async fn set_processors(&self, count: u8) -> Result<u32, AgentError> {
         let mut request = agent::SetProcessorsRequest::new();
         request.online = count.into();
-        let answer =
-            call("SetProcessors", SETUP, |context| self.client.set_processors(context, &request)).await?;
+        let answer = self
+            .call("SetProcessors", SETUP, |context| self.client.set_processors(context, &request))
+            .await?;
         Ok(answer.online)
     }
 
@@ -91,7 +94,7 @@ impl Agent {
     pub(crate) async fn find_disk(&self, serial: &str) -> Result<(u32, u32), AgentError> {
         let mut request = agent::FindDiskRequest::new();
         request.serial = serial.into();
-        let answer = call("FindDisk", SETUP, |context| self.client.find_disk(context, &request)).await?;
+        let answer = self.call("FindDisk", SETUP, |context| self.client.find_disk(context, &request)).await?;
         Ok((answer.major, answer.minor))
     }
 
@@ -102,26 +105,32 @@ impl Agent {
         request.fs_type.clone_from(&root.fs_type);
         request.flags = root.flags.bits();
         request.options.clone_from(&root.options);
-        call("MountDisk", SETUP, |context| self.client.mount_disk(context, &request)).await.map(drop)
+        self.call("MountDisk", SETUP, |context| self.client.mount_disk(context, &request)).await.map(drop)
     }
 
     /// Writes back what is dirty, unmounts it, and waits until nobody uses the device.
     pub(crate) async fn unmount_disk(&self, serial: &str) -> Result<(), AgentError> {
         let request = disk_request(serial);
-        call("UnmountDisk", UNMOUNT, |context| self.client.unmount_disk(context, &request)).await.map(drop)
+        self.call("UnmountDisk", UNMOUNT, |context| self.client.unmount_disk(context, &request))
+            .await
+            .map(drop)
     }
 
     /// Forgets the device, which the VMM has taken away.
     pub(crate) async fn remove_disk(&self, serial: &str) -> Result<(), AgentError> {
         let request = disk_request(serial);
-        call("RemoveDisk", SETUP, |context| self.client.remove_disk(context, &request)).await.map(drop)
+        self.call("RemoveDisk", SETUP, |context| self.client.remove_disk(context, &request)).await.map(drop)
     }
 
     /// What the container uses.
     pub(crate) async fn stats(&self, id: &str) -> Result<agent::StatsResponse, AgentError> {
         let mut request = agent::StatsRequest::new();
         request.container_id = id.into();
-        call("Stats", QUICK, |context| self.client.stats(context, &request)).await
+        let ask = |client: AgentClient, context| {
+            let request = request.clone();
+            async move { client.stats(context, &request).await }
+        };
+        self.query("Stats", STATS, ask).await
     }
 
     /// Waits, without a deadline, until more than `seen` processes were killed by the out-of-memory killer, or the
@@ -130,7 +139,8 @@ impl Agent {
         let mut request = agent::WaitOomRequest::new();
         request.container_id = id.into();
         request.kills_seen = seen;
-        self.client.wait_oom(Context::default(), &request).await.map_err(|e| failed("WaitOom", e))
+        let answer = self.client.wait_oom(Context::default(), &request).await;
+        self.heard("WaitOom", answer)
     }
 }
 

@@ -25,7 +25,7 @@ use crate::host::{blocking, process_id::ProcessId};
 const TABLE: &str = "bulkhead-port-forward";
 
 /// The send buffer of a connection to a client, bytes.
-const SEND_BUFFER: usize = 256 << 10;
+const SEND_BUFFER: usize = 128 << 10;
 
 /// The listeners, and the rules that lead to them. Dropping this removes both.
 pub(crate) struct Loopback {

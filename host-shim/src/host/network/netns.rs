@@ -52,13 +52,31 @@ pub(super) fn visit<T: Send>(
         enter(netns)?;
         work()
     };
-    thread::scope(|scope| match scope.spawn(visit).join() {
-        Ok(result) => result,
-        Err(panic) => panic::resume_unwind(panic),
+    thread::scope(|scope| {
+        let visiting = thread::Builder::new().spawn_scoped(scope, visit);
+        match visiting.map_err(failed("starting a thread"))?.join() {
+            Ok(result) => result,
+            Err(panic) => panic::resume_unwind(panic),
+        }
     })
 }
 
 /// Moves this thread into a network namespace.
 pub(super) fn enter(netns: &File) -> Result<(), NetworkError> {
     setns(netns, CloneFlags::CLONE_NEWNET).map_err(io::Error::from).map_err(failed("entering it"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{testing::no_more_threads, types::error::chain};
+
+    #[test]
+    fn a_host_without_threads_is_an_error() {
+        let netns = File::open("/proc/self/ns/net").unwrap();
+        visit(&netns, || Ok(())).unwrap();
+        no_more_threads();
+        let error = visit(&netns, || Ok(())).unwrap_err();
+        assert_eq!(chain(&error), "the pod's network namespace: starting a thread: try again");
+    }
 }

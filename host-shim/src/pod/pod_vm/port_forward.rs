@@ -19,8 +19,9 @@ use crate::{
     },
 };
 
-/// The connections at one time, as many as the agent takes. More are reset.
-const MAX_CONNECTIONS: usize = 64;
+/// The connections at one time, as many as the agent takes. A test of load, or a pool of connections, has 100. Further
+/// clients wait in the queue of the listener until a connection ends.
+const MAX_CONNECTIONS: usize = 128;
 
 /// How long nothing is accepted after an error, for example if there are no descriptors left.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
@@ -47,7 +48,13 @@ impl PortForward {
                 let mut pause = FIRST_PAUSE;
                 loop {
                     match Loopback::redirect(guest.vm.process()).await {
-                        Ok(loopback) => return forward(&loopback, &guest, &id).await,
+                        Ok(loopback) => {
+                            let connect = |client, address| {
+                                let (guest, id) = (guest.clone(), id.clone());
+                                async move { serve(client, address, &guest, &id).await }
+                            };
+                            return forward(&id, || loopback.accept(), connect).await;
+                        }
                         Err(error) => {
                             tracing::warn!(
                                 container = id,
@@ -78,29 +85,31 @@ impl Drop for PortForward {
     }
 }
 
-async fn forward(loopback: &Loopback, guest: &Guest, id: &str) {
+/// Serves the connections that come to the container `id`.
+async fn forward<A, S>(id: &str, accept: impl Fn() -> A, serve: impl Fn(TcpStream, SocketAddr) -> S)
+where
+    A: Future<Output = io::Result<(TcpStream, SocketAddr)>>,
+    S: Future<Output = ()> + Send + 'static,
+{
     // They end with this function.
     let mut connections = JoinSet::new();
     let mut log = LogLimit::new(LOGGED, LOG_WINDOW);
     loop {
+        while connections.try_join_next().is_some() {}
+        let has_room = connections.len() < MAX_CONNECTIONS;
         let accepted = tokio::select! {
-            accepted = loopback.accept() => accepted,
+            accepted = accept(), if has_room => accepted,
             Some(_) = connections.join_next() => continue,
         };
-        while connections.try_join_next().is_some() {}
         match accepted {
-            Ok((client, _)) if connections.len() >= MAX_CONNECTIONS => {
-                if log.count(Instant::now()) != Logged::No {
+            Ok((client, address)) => {
+                connections.spawn(serve(client, address));
+                if connections.len() == MAX_CONNECTIONS && log.count(Instant::now()) != Logged::No {
                     tracing::warn!(
                         container = id,
-                        "a connection to a port was reset: there are {MAX_CONNECTIONS}"
+                        "there are {MAX_CONNECTIONS} connections to ports: others wait until one ends"
                     );
                 }
-                reset(&client);
-            }
-            Ok((client, address)) => {
-                let (guest, id) = (guest.clone(), id.to_owned());
-                connections.spawn(async move { serve(client, address, &guest, &id).await });
             }
             Err(error) => {
                 if log.count(Instant::now()) != Logged::No {
@@ -140,4 +149,56 @@ async fn serve(client: TcpStream, address: SocketAddr, guest: &Guest, id: &str) 
 fn reset(client: &TcpStream) {
     // If this fails, the client sees the end of an empty stream.
     _ = client.set_zero_linger();
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use tokio::{io::AsyncReadExt, net::TcpListener, sync::Semaphore, time::timeout};
+
+    use super::*;
+    use crate::testing::Log;
+
+    const WAIT: Duration = Duration::from_secs(10);
+
+    #[tokio::test]
+    async fn connections_beyond_the_limit_wait_and_are_served_when_others_end() {
+        /// In the queue of the listener.
+        const MORE: usize = 20;
+        let log = Log::begin();
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let (begun, may_end) = (Arc::new(Semaphore::new(0)), Arc::new(Semaphore::new(0)));
+        let serve = |client: TcpStream, _| {
+            let (begun, may_end) = (Arc::clone(&begun), Arc::clone(&may_end));
+            async move {
+                begun.add_permits(1);
+                may_end.acquire().await.unwrap().forget();
+                drop(client);
+            }
+        };
+        let clients = async {
+            let mut clients = Vec::new();
+            for _ in 0..MAX_CONNECTIONS + MORE {
+                clients.push(TcpStream::connect(address).await.unwrap());
+            }
+            begun.acquire_many(MAX_CONNECTIONS as u32).await.unwrap().forget();
+            let too_many = timeout(Duration::from_millis(200), begun.acquire()).await;
+            assert!(too_many.is_err());
+            may_end.add_permits(MORE);
+            begun.acquire_many(MORE as u32).await.unwrap().forget();
+            may_end.add_permits(MAX_CONNECTIONS);
+            for mut client in clients {
+                // The end of the stream, and no reset.
+                assert_eq!(client.read(&mut [0]).await.unwrap(), 0);
+            }
+        };
+        tokio::select! {
+            () = forward("demo", || listener.accept(), serve) => panic!("it has ended"),
+            served = timeout(WAIT, clients) => served.unwrap(),
+        }
+        let lines = log.lines();
+        assert!(lines[0].contains("there are 128 connections to ports: others wait"), "{lines:?}");
+    }
 }

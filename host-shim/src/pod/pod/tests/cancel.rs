@@ -272,7 +272,9 @@ async fn a_guest_that_is_slow_or_gone_has_codes_of_its_own() {
     stats().await.unwrap();
     story.guest.stop();
     assert_eq!(code(stats().await.unwrap_err()), ttrpc::Code::DEADLINE_EXCEEDED);
+    assert_eq!(code(stats().await.unwrap_err()), ttrpc::Code::DEADLINE_EXCEEDED);
     story.guest.go_on();
+    timeout(WAIT, container.guest.agent.wait_for_answer()).await.unwrap().unwrap();
     stats().await.unwrap();
     container.execs.add(exec("one", &["true"])).unwrap();
     story.guest.stop();

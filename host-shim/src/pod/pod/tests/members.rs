@@ -4,7 +4,7 @@ use containerd_shim_protos::{
     cgroups, cgroups_v2, sandbox_api, sandbox_async::Sandbox as SandboxApi, shim_async::Task,
 };
 use protobuf::{Message, well_known_types::any::Any};
-use tokio::sync::watch;
+use tokio::{sync::watch, time::Instant};
 use ttrpc::r#async::TtrpcContext;
 
 use super::{
@@ -12,6 +12,7 @@ use super::{
     *,
 };
 use crate::{
+    guest::agent::AgentError,
     host::process_id::ProcessId,
     io::streams::DRAIN,
     service::{sandbox::SandboxService, task::TaskService},
@@ -359,4 +360,60 @@ async fn the_shim_of_a_pod_that_was_deleted_first_ends_with_its_last_container()
     assert!(!*is_done.borrow(), "there is another container");
     delete("one").await;
     timeout(WAIT, is_done.wait_for(|done| *done)).await.unwrap().unwrap();
+}
+
+#[tokio::test]
+async fn a_pod_whose_guest_does_not_answer_costs_one_deadline_for_all_its_containers() {
+    /// More than the deadline of one query, and less than that of two.
+    const ONE_DEADLINE: Duration = Duration::from_millis(3500);
+    let story = Story::pod().await;
+    for id in ["one", "two", "three"] {
+        story.run(id, &["sleep", "1000"]).await;
+    }
+    let agent = &story.own().guest.agent;
+    let answers = async || timeout(WAIT, agent.wait_for_answer()).await.unwrap().unwrap();
+    story.pod.stats().await.unwrap();
+    story.guest.stop();
+    let begun = Instant::now();
+    let late = story.pod.stats().await.unwrap_err();
+    assert!(matches!(late, TaskError::Agent(AgentError::Timeout { .. })), "{late}");
+    for container in story.pod.members() {
+        let late = container.stats().await.unwrap_err();
+        assert!(matches!(late, TaskError::Agent(AgentError::Silent { .. })), "{late}");
+    }
+    assert!(begun.elapsed() < ONE_DEADLINE, "{:?}", begun.elapsed());
+    story.guest.go_on();
+    answers().await;
+    story.pod.stats().await.unwrap();
+    story.guest.stop();
+    // As containerd does when it is restarted.
+    let begun = Instant::now();
+    for container in story.pod.members() {
+        assert_eq!(container.pids().await.unwrap(), [container.pid()]);
+    }
+    assert!(begun.elapsed() < ONE_DEADLINE, "{:?}", begun.elapsed());
+    story.guest.go_on();
+    answers().await;
+    assert_ne!(story.pod.members()[0].pids().await.unwrap(), [story.pod.members()[0].pid()]);
+    story.pod.stop().await;
+}
+
+#[tokio::test]
+async fn the_statistics_of_a_pod_are_asked_for_all_containers_at_the_same_time() {
+    let story = Story::pod().await;
+    for id in ["one", "two"] {
+        story.run(id, &["sleep", "1000"]).await;
+    }
+    story.guest.follow("lose-queries one\nlose-queries two");
+    let asked = async {
+        while story.guest.lost("one") == 0 || story.guest.lost("two") == 0 {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    // Before the deadline of the first.
+    let asked = timeout(Duration::from_secs(1), asked);
+    let (late, asked) = tokio::join!(story.pod.stats(), asked);
+    asked.unwrap();
+    assert!(matches!(late, Err(TaskError::Agent(AgentError::Timeout { .. }))), "{late:?}");
+    story.pod.stop().await;
 }
