@@ -345,9 +345,12 @@ impl Sandbox {
         let mut written = Arc::clone(&self.written).lock_owned().await;
         let reserve = Arc::clone(&self.environment.reserve);
         let write = move || {
-            let bytes = volumes::write(&name, &entries)?;
+            let done = volumes::write(&name, &entries);
+            // Also after a failure: what it has left takes memory too.
+            let bytes = volumes::size(&name)?;
             written.insert(name, bytes);
-            reserve.hold(written.values().sum())
+            reserve.hold(written.values().sum())?;
+            done
         };
         let done = tokio::task::spawn_blocking(write).await;
         done.map_err(io::Error::other)

@@ -74,6 +74,10 @@ struct Wanted<'e> {
 pub(super) fn write(volume: &Path, entries: &[Entry]) -> io::Result<()> {
     let wanted = Wanted::of(entries)?;
     let top = open_directory(volume)?;
+    // What failed attempts have left would take the room of the new version. Nobody reads it.
+    let present = fs::read_link(in_directory(&top, VOLUME_DATA.as_ref())).unwrap_or_default();
+    let is_ours = |name: &OsStr| name.as_encoded_bytes().starts_with(b"..");
+    remove_others(&top, |name| name == VOLUME_DATA || name == present || !is_ours(name))?;
     for entry in &wanted.contents {
         write_entry(&top, entry)?;
     }
@@ -91,7 +95,7 @@ pub(super) fn write(volume: &Path, entries: &[Entry]) -> io::Result<()> {
         make_link(&top, link, NEW)?;
     }
     let links: BTreeSet<_> = wanted.links.iter().map(|link| link.path.as_os_str()).collect();
-    remove_others(&top, |name| links.contains(name) || name.as_encoded_bytes().starts_with(b".."))?;
+    remove_others(&top, |name| links.contains(name) || is_ours(name))?;
     remove_others(&top, |name| links.contains(name) || name == VOLUME_DATA || name == wanted.target)?;
     set_owner_and_mode(&File::from(top), wanted.top)
 }
@@ -280,6 +284,11 @@ fn open_directory(path: &Path) -> io::Result<OwnedFd> {
 
 #[cfg(test)]
 mod tests {
+    use nix::{
+        mount::{MntFlags, MsFlags, mount, umount2},
+        sched::{CloneFlags, unshare},
+    };
+
     use super::*;
 
     fn entry(path: &str, mode: u32, kind: Kind) -> Entry {
@@ -358,6 +367,35 @@ mod tests {
     }
 
     #[test]
+    fn what_failed_attempts_have_left_takes_no_room() {
+        unshare(CloneFlags::CLONE_NEWNS).expect("this test mounts: run it as root");
+        let private = MsFlags::MS_REC | MsFlags::MS_PRIVATE;
+        mount(None::<&str>, "/", None::<&str>, private, None::<&str>).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        mount(Some("t"), dir.path(), Some("tmpfs"), MsFlags::empty(), Some("size=64k")).unwrap();
+        let large = |content: &str| content.repeat(24 << 10);
+        write(dir.path(), &version("..1", &large("1"), "old")).unwrap();
+        // Of another version, of the same one, and a file that had not its place yet.
+        for left in ["..2/a/key", "..3/a/key", "..new"] {
+            fs::create_dir_all(at(left).parent().unwrap()).unwrap();
+            fs::write(at(left), large("x"))
+                .unwrap_or_else(|error| assert_eq!(error.kind(), ErrorKind::StorageFull));
+        }
+        let opened = File::open(at("a/key")).unwrap();
+        write(dir.path(), &version("..3", &large("3"), "old")).unwrap();
+        assert_eq!(fs::read_to_string(at("a/key")).unwrap(), large("3"));
+        // There is no room for a third version, and what containers have stays.
+        let error = write(dir.path(), &version("..4", &large("4"), "old")).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::StorageFull);
+        assert_eq!(fs::read_to_string(at("a/key")).unwrap(), large("3"));
+        drop(opened);
+        write(dir.path(), &version("..4", &large("4"), "old")).unwrap();
+        assert_eq!(fs::read_to_string(at("a/key")).unwrap(), large("4"));
+        umount2(dir.path(), MntFlags::MNT_DETACH).unwrap();
+    }
+
+    #[test]
     fn what_has_no_place_in_a_volume_is_refused() {
         let dir = tempfile::tempdir().unwrap();
         let refused = |change: &dyn Fn(&mut Vec<Entry>)| {
@@ -390,6 +428,10 @@ mod tests {
         fs::write(victim.join("a/key"), "kept").unwrap();
         let is_kept =
             || fs::read_to_string(victim.join("a/key")).unwrap() == "kept" && names(&victim) == ["a"];
+        symlink(&victim, volume.join("..1")).unwrap();
+        write(&volume, &version("..1", "first", "old")).unwrap();
+        assert!(is_kept() && !fs::symlink_metadata(volume.join("..1")).unwrap().is_symlink());
+        fs::remove_dir_all(volume.join("..1")).unwrap();
         symlink(&victim, volume.join("..1")).unwrap();
         write(&volume, &version("..1", "first", "old")).unwrap_err();
         assert!(is_kept());

@@ -4,6 +4,7 @@ use std::{
     fs::{self, Permissions},
     io,
     os::unix::fs::PermissionsExt,
+    path::PathBuf,
 };
 
 use bulkhead_agent_api::{HUGE_PAGE, VOLUMES_DIR};
@@ -32,15 +33,25 @@ pub struct Volume {
     pub huge_pages: bool,
 }
 
-/// Brings the files of the volume of this name to these. Returns how many bytes of memory the volume takes.
-pub(super) fn write(name: &str, entries: &[Entry]) -> io::Result<u64> {
+/// Brings the files of the volume of this name to these.
+pub(super) fn write(name: &str, entries: &[Entry]) -> io::Result<()> {
+    volume_files::write(&place_of(name)?, entries)
+}
+
+/// How many bytes of memory the volume of this name takes: also for files that were removed, as long as a process has
+/// them open.
+pub(super) fn size(name: &str) -> io::Result<u64> {
+    let size = statvfs(&place_of(name)?)?;
+    Ok(size.blocks().saturating_sub(size.blocks_free()).saturating_mul(size.fragment_size()))
+}
+
+/// Where the volume of this name is mounted.
+fn place_of(name: &str) -> io::Result<PathBuf> {
     let path = place_in(VOLUMES_DIR, name)?;
     if !is_mounted(VOLUMES_DIR, &path)? {
         return Err(io::ErrorKind::NotFound.into());
     }
-    volume_files::write(&path, entries)?;
-    let size = statvfs(&path)?;
-    Ok(size.blocks().saturating_sub(size.blocks_free()).saturating_mul(size.fragment_size()))
+    Ok(path)
 }
 
 impl Volume {

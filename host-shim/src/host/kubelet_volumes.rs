@@ -36,8 +36,8 @@ const KINDS: [&str; 4] = [
     "kubernetes.io~projected",
 ];
 
-/// Memory that the copy of one volume may take, bytes. kubelet allows 1 MiB for each ConfigMap and Secret. A request to
-/// the agent takes 4 MiB.
+/// Memory that one version of a volume may take in its copy, bytes. kubelet allows 1 MiB for each ConfigMap and Secret.
+/// A request to the agent takes 4 MiB.
 pub(crate) const MOST_VOLUME_BYTES: u64 = 3 << 20;
 /// The same for all of a pod.
 const MOST_OF_POD: u64 = 16 << 20;
@@ -130,7 +130,7 @@ impl KubeletVolume {
     }
 }
 
-/// What the copies of a pod take. The guest keeps each until it ends.
+/// What the latest versions in the copies of a pod take. The guest keeps each until it ends.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Budget(Arc<Mutex<BTreeMap<String, u64>>>);
 

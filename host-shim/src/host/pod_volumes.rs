@@ -9,7 +9,7 @@ use std::{
     collections::BTreeSet,
     fs, io,
     os::{fd::OwnedFd, unix::fs::MetadataExt},
-    path::Path,
+    path::{Path, PathBuf},
     sync::{Mutex, MutexGuard, PoisonError},
 };
 
@@ -69,11 +69,24 @@ struct Source {
     mount: u64,
     /// Flags of the mount. Other mounts of the same directory, and this one at another time, may have other ones.
     flags: StatVfsMountFlags,
-    /// The ids of the mounts below it that are bound too. Those that come later do not come to a private mount.
-    below: Vec<u64>,
+    /// The mounts below it that are bound too. Those that come later do not come to a private mount.
+    below: Vec<Below>,
     recursive: bool,
     propagation: Propagation,
     read_only: ReadOnly,
+}
+
+/// A mount below. Its id alone does not tell it: the kernel uses the id of a mount that has gone for the next one. The
+/// next one has another device, or another root. The file system of the first one still exists, because it is bound in
+/// the share, so no other file system has its device number.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Below {
+    id: u64,
+    device: (u32, u32),
+    root: PathBuf,
+    /// Relative to the directory.
+    place: PathBuf,
+    options: Vec<u8>,
 }
 
 impl Source {
@@ -105,11 +118,15 @@ impl Source {
     }
 }
 
-/// The ids of the mounts below a path.
-fn mounts_below(path: &Path) -> io::Result<Vec<u64>> {
+/// The mounts below a path.
+fn mounts_below(path: &Path) -> io::Result<Vec<Below>> {
     let table = mountinfo::read()?;
-    let is_below = |mount: &mountinfo::Mount<'_>| mount.place != path && mount.place.starts_with(path);
-    Ok(mountinfo::mounts(&table).filter(is_below).map(|mount| mount.id).collect())
+    let below = mountinfo::mounts(&table).filter_map(|mount| {
+        let place = mount.place.strip_prefix(path).ok().filter(|place| !place.as_os_str().is_empty())?;
+        let (place, options) = (place.to_owned(), mount.options.to_owned());
+        Some(Below { id: mount.id, device: mount.device, root: mount.root, place, options })
+    });
+    Ok(below.collect())
 }
 
 impl PodVolumes {
@@ -216,9 +233,7 @@ impl PodVolumes {
 
 #[cfg(test)]
 mod tests {
-    use std::path::PathBuf;
-
-    use nix::mount::{MsFlags, mount};
+    use nix::mount::{MntFlags, MsFlags, mount, umount2};
     use tempfile::TempDir;
 
     use super::*;
@@ -345,10 +360,23 @@ mod tests {
         fs::write(below.join("file"), "").unwrap();
         let second = pod.mount("b", &data);
         assert!(second != first && second.join("below/file").exists() && !first.join("below/file").exists());
-        let read_only = MsFlags::MS_REMOUNT | MsFlags::MS_BIND | MsFlags::MS_RDONLY;
-        mount(None::<&str>, &data.source, None::<&str>, read_only, None::<&str>).unwrap();
+        // The kernel gives the next mount the lowest id that is free, so often that of the last one that has gone.
+        umount2(&below, MntFlags::empty()).unwrap();
+        mount(Some("t"), &below, Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
         let third = pod.mount("c", &data);
-        assert!(third != second && !can_write(&third) && can_write(&second));
+        assert!(third != second && !third.join("below/file").exists());
+        let read_only = MsFlags::MS_REMOUNT | MsFlags::MS_BIND | MsFlags::MS_RDONLY;
+        mount(None::<&str>, &below, None::<&str>, read_only, None::<&str>).unwrap();
+        let fourth = pod.mount("d", &data);
+        assert!(fourth != third && !can_write(&fourth.join("below")) && can_write(&third.join("below")));
+        let moved = data.source.join("moved");
+        fs::create_dir(&moved).unwrap();
+        mount(Some(&below), &moved, None::<&str>, MsFlags::MS_MOVE, None::<&str>).unwrap();
+        let fifth = pod.mount("e", &data);
+        assert!(fifth != fourth && can_write(&fifth.join("below")) && !can_write(&fifth.join("moved")));
+        mount(None::<&str>, &data.source, None::<&str>, read_only, None::<&str>).unwrap();
+        let sixth = pod.mount("f", &data);
+        assert!(sixth != fifth && !can_write(&sixth) && can_write(&fifth));
     }
 
     #[test]

@@ -42,8 +42,14 @@ const NEW: &str = "new";
 const TMPFS_SIZE: &str = "size=4k,mode=0755";
 /// Inodes of the staging directory: a container takes two directories at most.
 const STAGING_INODES: usize = 16 * 1024;
-/// Inodes of a container's tmpfs that are not a bind mount's: the tmpfs itself, its root, `rootfs` and `mounts`.
-const OWN_INODES: usize = 4;
+
+/// Inodes of a container's tmpfs with this many bind mounts. It has its root, `rootfs` and `mounts` besides. A tmpfs of
+/// Linux 6.6 and later allows 1 KiB for each inode, and takes extended attributes from the same sum. On a host with
+/// SELinux each inode has a label of about 100 bytes (security.selinux), so there are more inodes than names. The guest
+/// gets none of them: when it sees the tmpfs, that is read-only.
+const fn inodes(names: usize) -> usize {
+    2 * names + 16
+}
 
 /// Makes the share at `share`, and its staging directory.
 pub(crate) fn make(journal: &mut Journal, share: &Path) -> Result<(), RootfsError> {
@@ -92,7 +98,7 @@ pub(crate) fn add(
 ) -> Result<(), RootfsError> {
     let new = staging(share).join(NEW).join(id);
     let failed = |source| RootfsError::Share { path: share.join(id), source };
-    make_tmpfs(journal, &new, TMPFS_SIZE, names + OWN_INODES).map_err(failed)?;
+    make_tmpfs(journal, &new, TMPFS_SIZE, inodes(names)).map_err(failed)?;
     fill(&new)?;
     remount::add_flags(&new, NO_DEVICES_OR_PROGRAMS).map_err(failed)?;
     make_read_only(&new).map_err(failed)?;
@@ -141,6 +147,7 @@ mod tests {
         mount::{MntFlags, umount2},
         sched::{CloneFlags, unshare},
     };
+    use rustix::fs::{XattrFlags, setxattr};
 
     use super::*;
     use crate::{
@@ -280,6 +287,36 @@ mod tests {
             assert_eq!(fs::read_dir(dir.path().join(place)).unwrap().count(), 0, "{place}");
         }
         assert_eq!(mounts_below(&dir.path().join("share")).len(), 2, "the share and its staging directory");
+        sandbox.undo().unwrap();
+    }
+
+    /// With SELinux, each new file has a label. Without it, whoever makes the file can set the same label.
+    #[test]
+    fn a_label_of_each_file_takes_no_room_that_a_container_needs() {
+        private_mounts();
+        let dir = tempfile::tempdir().unwrap();
+        let share = dir.path().join("share");
+        let mut sandbox = Journal::open(&dir.path().join("sandbox")).unwrap();
+        make(&mut sandbox, &share).unwrap();
+        for names in [0, 1, 9, 200] {
+            let mut journal = Journal::open(&dir.path().join("container")).unwrap();
+            let label = |path: &Path| {
+                let label = b"system_u:object_r:container_var_run_t:s0:c1022,c1023\0";
+                setxattr(path, "security.selinux", label, XattrFlags::empty()).unwrap();
+            };
+            let fill = |own: &Path| {
+                label(own);
+                let mounts = own.join("mounts");
+                let own = [own.join("rootfs"), mounts.clone()];
+                for place in own.into_iter().chain((0..names).map(|name| mounts.join(name.to_string()))) {
+                    fs::create_dir(&place).unwrap();
+                    label(&place);
+                }
+                Ok(())
+            };
+            add(&mut journal, &share, "c", names, fill).unwrap();
+            journal.undo().unwrap();
+        }
         sandbox.undo().unwrap();
     }
 

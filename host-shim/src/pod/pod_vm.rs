@@ -4,6 +4,7 @@
 mod cpu_limits;
 mod datagrams;
 mod disks;
+mod host_reads;
 mod host_resources;
 mod host_sockets;
 mod memory_demand;

@@ -21,7 +21,7 @@ use tokio::{
 };
 use tracing::Instrument;
 
-use super::{PodVm, host_resources::HostResources};
+use super::{PodVm, host_reads::HostReads, host_resources::HostResources};
 use crate::{
     guest::agent::AgentError,
     host::{
@@ -42,6 +42,11 @@ use crate::{
 /// Lines in a window of the log.
 const LOGGED: u32 = 20;
 const LOG_WINDOW: Duration = Duration::from_secs(600);
+
+/// How long the host may take to read its network. For that the kernel takes a lock (rtnl) that another process may
+/// hold. Meanwhile other work on the pod's resources waits.
+const SCAN: Duration = Duration::from_secs(10);
+const SCAN_OF: &str = "scan of the pod's network";
 
 /// How long after a failure it is tried again: twice as long each time, up to the longest. While an agent that does not
 /// answer is waited for, the shim does no other work on the pod's resources.
@@ -65,6 +70,7 @@ pub(super) struct Network {
     /// Ends with the VM, or when it is dropped.
     name_server: Option<NameServer>,
     follows: Option<Follows>,
+    scans: HostReads,
 }
 
 /// A network card of the guest.
@@ -115,6 +121,7 @@ impl Network {
             is_routing_known: true,
             name_server: None,
             follows: None,
+            scans: HostReads::default(),
         }
     }
 
@@ -269,8 +276,8 @@ impl PodVm {
         let mut host = self.host.lock().await;
         let Some(host) = host.as_mut().filter(|host| host.network.is_none()) else { return Ok(()) };
         let mut work = Work { pod: self, guest, network: Network::new(id), host };
-        let first = network::scan_and_watch(guest.vm.process(), work.operation()).await?;
-        let FirstScan { scan, parameters, watch } = first;
+        let scan = async |turn| network::scan_and_watch(guest.vm.process(), (work.operation(), turn)).await;
+        let FirstScan { scan, parameters, watch } = work.network.scans.read(SCAN_OF, SCAN, scan).await?;
         work.network.parameters = parameters;
         let connected = work.connect_all(scan).await;
         let Work { mut network, host, .. } = work;
@@ -303,10 +310,10 @@ impl PodVm {
         let host = host.as_mut()?;
         let network = host.network.take()?;
         let mut work = Work { pod: self, guest, network, host };
-        let scan = network::scan(guest.vm.process(), work.operation()).await;
-        let failed = match scan {
+        let scan = async |turn| network::scan(guest.vm.process(), (work.operation(), turn)).await;
+        let failed = match work.network.scans.read(SCAN_OF, SCAN, scan).await {
             Ok(scan) => work.follow(scan).await,
-            Err(error) => vec![error.into()],
+            Err(error) => vec![error],
         };
         let Work { network, host, .. } = work;
         host.network = Some(network);

@@ -16,6 +16,7 @@ use tokio::{
     time::{Instant, sleep, timeout},
 };
 
+use super::host_reads::HostReads;
 use crate::{
     host::{
         blocking,
@@ -34,6 +35,10 @@ const PAUSE: Duration = Duration::from_secs(1);
 
 /// When a copy that has failed is tried again, unless an event comes first.
 const AGAIN: Duration = Duration::from_secs(30);
+
+/// Versions for which a copy has room: the new one, the one that it replaces, and two old ones of which processes have
+/// files open.
+const VERSIONS: u64 = 4;
 
 /// How long the host may take to read a volume.
 const READ: Duration = Duration::from_secs(30);
@@ -64,12 +69,11 @@ struct Copy {
     volume: Arc<KubeletVolume>,
     /// The digest of what the guest certainly has.
     sent: Mutex<Option<u64>>,
-    /// Locked by the thread that reads the volume, also after it was given up.
-    reading: Arc<Mutex<()>>,
+    reads: HostReads,
 }
 
 impl VolumeCopies {
-    /// Has the guest make a copy of this volume, or brings the one that it has up to date.
+    /// Has the guest make a copy of this volume, or tries to bring the one that it has up to date.
     pub(crate) async fn follow(
         &self,
         guest: &Guest,
@@ -77,7 +81,10 @@ impl VolumeCopies {
     ) -> Result<Arc<Followed>, TaskError> {
         let mut followed = self.followed.lock().await;
         if let Some(present) = followed.get(&volume.name).and_then(Weak::upgrade) {
-            present.copy.update().await?;
+            // Otherwise the container has what the others have, until the next attempt.
+            if let Err(error) = present.copy.update().await {
+                present.copy.log(&error);
+            }
             return Ok(present);
         }
         let copy = Arc::new(Copy {
@@ -85,7 +92,7 @@ impl VolumeCopies {
             budget: self.budget.clone(),
             volume: Arc::clone(volume),
             sent: Mutex::default(),
-            reading: Arc::default(),
+            reads: HostReads::default(),
         });
         copy.make().await?;
         copy.update().await?;
@@ -123,8 +130,7 @@ impl Copy {
         let empty = MemoryVolume {
             name: self.volume.name.clone(),
             huge_pages: false,
-            // For a moment there are two versions.
-            bytes: 2 * MOST_VOLUME_BYTES,
+            bytes: VERSIONS * MOST_VOLUME_BYTES,
             mode: 0o755,
             uid: 0,
             gid: 0,
@@ -137,11 +143,8 @@ impl Copy {
     async fn update(&self) -> Result<(), TaskError> {
         let mut sent = self.sent.lock().await;
         let volume = Arc::clone(&self.volume);
-        let late = |()| TaskError::Timeout { what: "reading of a volume", seconds: READ.as_secs() };
-        // A reading that hangs goes on after its time. Others would only hang too, each in a thread.
-        let Ok(reading) = Arc::clone(&self.reading).try_lock_owned() else { return Err(late(())) };
-        let read = move || (volume.read(), reading).0;
-        let read = timeout(READ, blocking::run(read, drop)).await.map_err(|_| late(()))??;
+        let read = async |turn| blocking::run(move || (volume.read(), turn).0, drop).await;
+        let read = self.reads.read("reading of a volume", READ, read).await?;
         let failed = |source| TaskError::Volume { path: self.volume.path.clone(), source };
         let contents = read.map_err(failed)?;
         let digest = contents.digest();

@@ -187,7 +187,7 @@ impl Nodes {
             open: 0,
             own: 0,
             used: 0,
-            anchors: Anchors::default(),
+            anchors: Anchors::new(limits.anchors),
             devices: HashMap::new(),
             unused: Vec::new(),
         };
@@ -275,7 +275,7 @@ impl Nodes {
         self.unused.push(Unused { device: device_of(stat), _kept: anchor.clone() });
         self.node(parent)?;
         let device = device_of(stat);
-        if self.anchors.are_full(device, self.limits) {
+        if self.anchors.are_full(device) {
             return Err(Errno::NFILE);
         }
         let is_own = self.is_own(parent);

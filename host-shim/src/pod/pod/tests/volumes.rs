@@ -2,6 +2,8 @@
 
 use std::{os::unix::fs::symlink, path::PathBuf};
 
+use tokio::time::sleep;
+
 use super::{members::be_member, *};
 
 /// A volume as kubelet has it, with one file.
@@ -112,6 +114,70 @@ async fn a_container_keeps_its_files_while_those_of_the_host_are_of_no_use() {
         story.delete(id).await;
     }
     assert_eq!(story.followed().await, 0);
+    story.pod.stop().await;
+}
+
+/// A version that takes almost all that a volume may take.
+fn large(version: &str) -> String {
+    format!("{version}\n{}", "x".repeat(2_900_000))
+}
+
+/// Waits until the first line of the file is this one.
+fn until_large(line: &str) -> String {
+    format!("until read line < /config/key && [ \"$line\" = {line} ]; do sleep 0.02; done")
+}
+
+#[tokio::test]
+async fn a_version_that_a_process_keeps_open_leaves_room_for_others() {
+    let story = Story::pod().await;
+    let volume = Volume::new(&story);
+    volume.write("..2", &large("second"));
+    let (third, fourth) = (until_large("third"), until_large("fourth"));
+    let script =
+        format!("exec 3< /config/key; {third}; {fourth}; read line <&3; [ $line = second ] || exit 8");
+    story.with_volume("1", &volume, &script).await.unwrap();
+    story.with_volume("2", &volume, &third).await.unwrap();
+    volume.write("..3", &large("third"));
+    assert_eq!(story.wait("2").await, 0);
+    volume.write("..4", &large("fourth"));
+    story.with_volume("3", &volume, "read line < /config/key; [ $line = fourth ] || exit 8").await.unwrap();
+    assert_eq!((story.wait("1").await, story.wait("3").await), (0, 0));
+    story.pod.stop().await;
+}
+
+#[tokio::test]
+async fn a_container_is_created_with_the_files_of_the_others_if_there_is_no_room_for_new_ones() {
+    let story = Story::pod().await;
+    let volume = Volume::new(&story);
+    // It opens as many versions as there is room for, and keeps them open.
+    let mut script = String::new();
+    for descriptor in 3..7 {
+        let version = format!("version{descriptor}");
+        script += &format!("{}; exec {descriptor}< /config/key; touch /{version}; ", until_large(&version));
+    }
+    script += "until [ -e /end ]; do sleep 0.02; done";
+    let root = story.dir.path().join("1/rootfs");
+    for number in 3..7 {
+        let version = format!("version{number}");
+        volume.write(&format!("..{number}"), &large(&version));
+        if number == 3 {
+            story.with_volume("1", &volume, &script).await.unwrap();
+        }
+        let is_open = async {
+            while !root.join(&version).exists() {
+                sleep(Duration::from_millis(20)).await;
+            }
+        };
+        timeout(WAIT, is_open).await.unwrap();
+    }
+    volume.write("..7", &large("version7"));
+    let script =
+        format!("read line < /config/key; [ $line = version6 ] || exit 8; {}", until_large("version8"));
+    story.with_volume("2", &volume, &script).await.unwrap();
+    fs::write(root.join("end"), "").unwrap();
+    assert_eq!(story.wait("1").await, 0);
+    volume.write("..8", &large("version8"));
+    assert_eq!(story.wait("2").await, 0);
     story.pod.stop().await;
 }
 

@@ -2,21 +2,24 @@
 
 use std::collections::HashMap;
 
-use super::Limits;
-
 /// The numbers of anchors.
-#[derive(Default)]
 pub(super) struct Anchors {
+    most: usize,
     all: usize,
     by_device: HashMap<u64, usize>,
 }
 
 impl Anchors {
+    /// There may be `most`.
+    pub(super) fn new(most: usize) -> Self {
+        Self { most, all: 0, by_device: HashMap::new() }
+    }
+
     /// Whether the file system with this device number may have no further one. It may have half of all at most: one
     /// container that removes files and keeps them open must not keep the others of its pod from removing theirs.
-    pub(super) fn are_full(&self, device: u64, limits: Limits) -> bool {
+    pub(super) fn are_full(&self, device: u64) -> bool {
         let of_device = self.by_device.get(&device).copied().unwrap_or_default();
-        self.all >= limits.anchors || of_device >= limits.anchors.div_ceil(2)
+        self.all >= self.most || of_device >= self.most.div_ceil(2)
     }
 
     pub(super) fn add(&mut self, device: u64) {
@@ -41,16 +44,15 @@ mod tests {
 
     #[test]
     fn one_file_system_leaves_half_to_the_others() {
-        let limits = Limits { idle: 1, open: 1, paths: 1, files: 1, anchors: 4 };
-        let mut anchors = Anchors::default();
+        let mut anchors = Anchors::new(4);
         anchors.add(1);
-        assert!(!anchors.are_full(1, limits));
+        assert!(!anchors.are_full(1));
         anchors.add(1);
-        assert!(anchors.are_full(1, limits) && !anchors.are_full(2, limits));
+        assert!(anchors.are_full(1) && !anchors.are_full(2));
         anchors.add(2);
         anchors.add(2);
-        assert!(anchors.are_full(3, limits));
+        assert!(anchors.are_full(3));
         anchors.remove(1);
-        assert!(!anchors.are_full(3, limits) && anchors.are_full(2, limits));
+        assert!(!anchors.are_full(3) && anchors.are_full(2));
     }
 }

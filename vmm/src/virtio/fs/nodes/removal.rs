@@ -32,7 +32,7 @@ impl Nodes {
     ) -> Result<Option<Held>> {
         let Some(number) = self.known(stat) else { return Ok(None) };
         let device = device_of(stat);
-        let (is_full, is_exclusive) = (self.anchors.are_full(device, self.limits), self.is_exclusive);
+        let (is_full, is_exclusive) = (self.anchors.are_full(device), self.is_exclusive);
         let node = self.node(number)?;
         let is_last = is_socket_or_fifo(node.kind) && stat.stx_nlink <= 1;
         if !is_last && !node.place.as_ref().is_some_and(|place| place.is(parent, name)) {
@@ -60,7 +60,7 @@ impl Nodes {
         self.opened(number)?;
         let node = self.node(number)?;
         let device = node.id.device;
-        let is_full = self.anchors.are_full(device, self.limits);
+        let is_full = self.anchors.are_full(device);
         let node = self.node(number)?;
         if (node.is_losing_name || node.place.is_none()) && node.anchor.is_none() && !is_full {
             node.anchor = Some(fd.clone());
@@ -86,7 +86,7 @@ impl Nodes {
             return Ok(false);
         }
         let device = node.id.device;
-        if self.anchors.are_full(device, self.limits) {
+        if self.anchors.are_full(device) {
             return Ok(false);
         }
         let node = self.node(number)?;
