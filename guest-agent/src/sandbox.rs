@@ -347,10 +347,11 @@ impl Sandbox {
         let write = move || {
             let done = volumes::write(&name, &entries);
             // Also after a failure: what it has left takes memory too.
-            let bytes = volumes::size(&name)?;
-            written.insert(name, bytes);
-            reserve.hold(written.values().sum())?;
-            done
+            let held = volumes::size(&name).and_then(|bytes| {
+                written.insert(name, bytes);
+                reserve.hold(written.values().sum())
+            });
+            done.and(held)
         };
         let done = tokio::task::spawn_blocking(write).await;
         done.map_err(io::Error::other)

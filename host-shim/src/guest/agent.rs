@@ -406,10 +406,7 @@ impl Agent {
     pub(crate) async fn list_pids(&self, id: &str) -> Result<Vec<u32>, AgentError> {
         let mut request = agent::ListPidsRequest::new();
         request.container_id = id.into();
-        let ask = |client: AgentClient, context| {
-            let request = request.clone();
-            async move { client.list_pids(context, &request).await }
-        };
+        let ask = |client: AgentClient, context| async move { client.list_pids(context, &request).await };
         let answer = self.query("ListPids", LIST, ask).await?;
         let mut pids = answer.pids;
         pids.truncate(MAX_PIDS);
@@ -431,12 +428,14 @@ impl Agent {
         self.call("Shutdown", within, |context| self.client.shutdown(context, &nothing)).await.map(drop)
     }
 
-    /// Whether the agent answers now. Asks in any case: if it does not, the VM may be killed.
-    pub(crate) async fn answers(&self) -> bool {
+    /// Returns an error unless the agent answers now. Asks in any case: if it does not, the VM may be killed.
+    pub(crate) async fn ping(&self) -> Result<(), AgentError> {
         // No container has this id. A refusal is an answer.
         let request = agent::ListPidsRequest::new();
-        let answer = self.call("ListPids", LIST, |context| self.client.list_pids(context, &request)).await;
-        matches!(answer, Ok(_) | Err(AgentError::Refused { .. }))
+        match self.call("ListPids", LIST, |context| self.client.list_pids(context, &request)).await {
+            Ok(_) | Err(AgentError::Refused { .. }) => Ok(()),
+            Err(error) => Err(error),
+        }
     }
 
     /// Makes a call that has a deadline. The deadline is kept here; the context's is a little later, for the agent.

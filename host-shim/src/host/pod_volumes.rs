@@ -77,8 +77,8 @@ struct Source {
 }
 
 /// A mount below. Its id alone does not tell it: the kernel uses the id of a mount that has gone for the next one. The
-/// next one has another device, or another root. The file system of the first one still exists, because it is bound in
-/// the share, so no other file system has its device number.
+/// file system of the first one still exists, because it is bound in the share, so no other file system has its device
+/// number. A mount of the same file system is told by its root, unless that is another directory of the same name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Below {
     id: u64,

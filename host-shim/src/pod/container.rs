@@ -408,7 +408,7 @@ impl Container {
     /// container, and the guest still answers other requests, the VM continues and this is an error.
     async fn kill_vm_for(&self, error: AgentError) -> Result<(), TaskError> {
         let is_member = matches!(self.role, Role::Member { .. });
-        if is_member && self.guest.agent.answers().await {
+        if is_member && self.guest.agent.ping().await.is_ok() {
             return Err(error.into());
         }
         tracing::error!(container = self.id, error = chain(&error), "the VM is killed");

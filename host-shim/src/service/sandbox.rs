@@ -149,8 +149,7 @@ impl SandboxService {
     /// Whether the guest answers.
     async fn ping(&self, id: &str) -> Result<(), TaskError> {
         let container = self.container(id)?;
-        container.guest.agent.list_pids(id).await.map(drop)?;
-        Ok(())
+        Ok(container.guest.agent.ping().await?)
     }
 }
 

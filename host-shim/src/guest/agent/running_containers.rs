@@ -126,10 +126,7 @@ impl Agent {
     pub(crate) async fn stats(&self, id: &str) -> Result<agent::StatsResponse, AgentError> {
         let mut request = agent::StatsRequest::new();
         request.container_id = id.into();
-        let ask = |client: AgentClient, context| {
-            let request = request.clone();
-            async move { client.stats(context, &request).await }
-        };
+        let ask = |client: AgentClient, context| async move { client.stats(context, &request).await };
         self.query("Stats", STATS, ask).await
     }
 

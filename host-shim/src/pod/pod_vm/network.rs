@@ -46,6 +46,8 @@ const LOG_WINDOW: Duration = Duration::from_secs(600);
 /// How long the host may take to read its network. For that the kernel takes a lock (rtnl) that another process may
 /// hold. Meanwhile other work on the pod's resources waits.
 const SCAN: Duration = Duration::from_secs(10);
+/// The first scan is part of Start, and nothing else of the pod waits for it.
+const FIRST_SCAN: Duration = Duration::from_secs(60);
 const SCAN_OF: &str = "scan of the pod's network";
 
 /// How long after a failure it is tried again: twice as long each time, up to the longest. While an agent that does not
@@ -277,7 +279,8 @@ impl PodVm {
         let Some(host) = host.as_mut().filter(|host| host.network.is_none()) else { return Ok(()) };
         let mut work = Work { pod: self, guest, network: Network::new(id), host };
         let scan = async |turn| network::scan_and_watch(guest.vm.process(), (work.operation(), turn)).await;
-        let FirstScan { scan, parameters, watch } = work.network.scans.read(SCAN_OF, SCAN, scan).await?;
+        let FirstScan { scan, parameters, watch } =
+            work.network.scans.read(SCAN_OF, FIRST_SCAN, scan).await?;
         work.network.parameters = parameters;
         let connected = work.connect_all(scan).await;
         let Work { mut network, host, .. } = work;

@@ -7,7 +7,7 @@ use bulkhead_agent_api::relay;
 use tokio::{
     net::TcpStream,
     task::{AbortHandle, JoinSet},
-    time::{Instant, sleep},
+    time::{Instant, sleep, timeout},
 };
 
 use crate::{
@@ -20,8 +20,12 @@ use crate::{
 };
 
 /// The connections at one time, as many as the agent takes. A test of load, or a pool of connections, has 100. Further
-/// clients wait in the queue of the listener until a connection ends.
+/// clients wait in the queue of the listener until a connection ends, for [`PATIENCE`].
 const MAX_CONNECTIONS: usize = 128;
+
+/// How long clients wait for the end of a connection. Then those that wait are reset: a client that is connected and
+/// hears nothing would not know why.
+const PATIENCE: Duration = Duration::from_secs(10);
 
 /// How long nothing is accepted after an error, for example if there are no descriptors left.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
@@ -96,9 +100,14 @@ where
     let mut log = LogLimit::new(LOGGED, LOG_WINDOW);
     loop {
         while connections.try_join_next().is_some() {}
-        let has_room = connections.len() < MAX_CONNECTIONS;
+        if connections.len() >= MAX_CONNECTIONS {
+            if timeout(PATIENCE, connections.join_next()).await.is_err() {
+                reset_waiting(&accept).await;
+            }
+            continue;
+        }
         let accepted = tokio::select! {
-            accepted = accept(), if has_room => accepted,
+            accepted = accept() => accepted,
             Some(_) = connections.join_next() => continue,
         };
         match accepted {
@@ -107,7 +116,7 @@ where
                 if connections.len() == MAX_CONNECTIONS && log.count(Instant::now()) != Logged::No {
                     tracing::warn!(
                         container = id,
-                        "there are {MAX_CONNECTIONS} connections to ports: others wait until one ends"
+                        "there are {MAX_CONNECTIONS} connections to ports: others wait until one ends, or are reset"
                     );
                 }
             }
@@ -122,6 +131,17 @@ where
                 sleep(ACCEPT_PAUSE).await;
             }
         }
+    }
+}
+
+/// Resets the clients in the queue of the listener, which has no more than these.
+async fn reset_waiting<A>(accept: impl Fn() -> A)
+where
+    A: Future<Output = io::Result<(TcpStream, SocketAddr)>>,
+{
+    for _ in 0..MAX_CONNECTIONS {
+        let Ok(Ok((client, _))) = timeout(Duration::ZERO, accept()).await else { return };
+        reset(&client);
     }
 }
 
@@ -155,7 +175,7 @@ fn reset(client: &TcpStream) {
 mod tests {
     use std::sync::Arc;
 
-    use tokio::{io::AsyncReadExt, net::TcpListener, sync::Semaphore, time::timeout};
+    use tokio::{io::AsyncReadExt, net::TcpListener, sync::Semaphore};
 
     use super::*;
     use crate::testing::Log;
@@ -200,5 +220,29 @@ mod tests {
         }
         let lines = log.lines();
         assert!(lines[0].contains("there are 128 connections to ports: others wait"), "{lines:?}");
+    }
+
+    #[tokio::test]
+    async fn connections_that_have_waited_for_long_are_reset() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let never = |client: TcpStream, _| async move {
+            std::future::pending::<()>().await;
+            drop(client);
+        };
+        let clients = async {
+            let mut clients = Vec::new();
+            for _ in 0..MAX_CONNECTIONS + 2 {
+                clients.push(TcpStream::connect(address).await.unwrap());
+            }
+            for mut client in clients.split_off(MAX_CONNECTIONS) {
+                let error = client.read(&mut [0]).await.unwrap_err();
+                assert_eq!(error.kind(), io::ErrorKind::ConnectionReset);
+            }
+        };
+        tokio::select! {
+            () = forward("demo", || listener.accept(), never) => panic!("it has ended"),
+            reset = timeout(2 * PATIENCE, clients) => reset.unwrap(),
+        }
     }
 }

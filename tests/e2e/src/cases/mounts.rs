@@ -298,6 +298,7 @@ fn bind_moved(host: &Host) -> Result<()> {
     fs::rename(shared.path().join("moved"), shared.path().join("moved.1"))?;
     fs::remove_file(shared.path().join("removed"))?;
     fs::write(shared.path().join("new"), "the new file")?;
+    fs::set_permissions(shared.path().join("new"), fs::Permissions::from_mode(0o600))?;
     fs::rename(shared.path().join("new"), shared.path().join("replaced"))?;
     inside.write(b"\n")?;
     let expected = "ready\n5\nmoved\n7\nremoved\n8\nreplaced\n640\n640\n640\n";

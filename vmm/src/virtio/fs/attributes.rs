@@ -62,7 +62,7 @@ impl Server {
         let opened = self.opened(request.header.node, handle);
         let fd = match opened.and_then(|opened| self.file_if_open(opened)) {
             Ok(Some(fd)) if flags & GETATTR_FH != 0 => fd,
-            _ => self.path(request.header.node)?,
+            _ => self.descriptor_to_stat(request.header.node)?,
         };
         let wanted = StatxFlags::BASIC_STATS | StatxFlags::MNT_ID | StatxFlags::BTIME;
         let stat = statx(&*fd, c"", AtFlags::EMPTY_PATH, wanted)?;

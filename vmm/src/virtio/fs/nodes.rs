@@ -71,6 +71,8 @@ struct Node {
     opens: u32,
     /// The server is about to remove the name that is its place, and there is no anchor. See [`Nodes::hold`].
     is_losing_name: bool,
+    /// Its anchor is there only as long as it is open. See [`Nodes::moved_away`].
+    has_moved_away: bool,
     /// See [`Nodes::use_contents`].
     has_used_contents: bool,
     /// See [`Nodes::let_name_be_cached`].
@@ -109,6 +111,7 @@ impl Node {
             lookups: 1,
             opens: 0,
             is_losing_name: false,
+            has_moved_away: false,
             has_used_contents: false,
             // Until it is decided, another thread must not evict it.
             has_cached_name: true,
@@ -404,6 +407,7 @@ impl Nodes {
         let node = self.node(number)?;
         let left = node.place.replace(Place { parent, name: name.into() });
         node.had_other_name |= left.is_some();
+        node.has_moved_away = false;
         let (device, anchor, kind) = (node.id.device, node.anchor.take(), node.kind);
         self.drop_anchor(device, anchor);
         self.leave(left);
@@ -455,6 +459,7 @@ impl Nodes {
         node.opens -= 1;
         if node.opens == 0 {
             self.open -= 1;
+            self.let_moved_go(number);
             self.collect(number);
         }
     }

@@ -110,7 +110,17 @@ impl Server {
 
     /// The descriptor of a handle of this node. ESTALE: there is none.
     fn kept_of_node(&self, number: u64) -> Result<Arc<OwnedFd>> {
-        self.tables().handles.kept_of_node(number).ok_or(Errno::STALE)
+        let mut tables = self.tables();
+        let is_known = tables.nodes.is_known_by_handles(number)?;
+        tables.handles.kept_of_node(number).filter(|_| is_known).ok_or(Errno::STALE)
+    }
+
+    /// A descriptor of a node to ask for its attributes, which fits as that of [`Self::stat_node`] does.
+    pub(super) fn descriptor_to_stat(&mut self, number: u64) -> Result<Arc<OwnedFd>> {
+        match self.path_by_place(number) {
+            Err(Errno::STALE) => self.kept_of_node(number),
+            other => other,
+        }
     }
 
     /// An O_PATH descriptor of a node that should be at `name` in `parent`.

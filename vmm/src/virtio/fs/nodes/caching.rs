@@ -113,7 +113,9 @@ impl Nodes {
     /// has the answer.
     pub(in crate::virtio::fs) fn named(&mut self, number: u64, cached_for: Duration) {
         if let Some(node) = self.table.get_mut(number) {
-            node.name_is_cached_until = Instant::now() + cached_for + UNTIL_ANSWERED;
+            // By another name of the file it may be cached for longer.
+            let until = Instant::now() + cached_for + UNTIL_ANSWERED;
+            node.name_is_cached_until = node.name_is_cached_until.max(until);
         }
     }
 

@@ -2,7 +2,7 @@
 
 use std::{ffi::CStr, os::fd::OwnedFd, sync::Arc, time::Instant};
 
-use rustix::io::Errno;
+use rustix::{fs::FileType, io::Errno};
 
 use super::Nodes;
 use crate::virtio::fs::{
@@ -69,8 +69,15 @@ impl Nodes {
         Ok(())
     }
 
+    /// Whether a descriptor of a handle is one of the file that the guest means, if the file of this node is not at its
+    /// place any more. Of a file with several names in the root of a container it may be that of another name.
+    pub(in crate::virtio::fs) fn is_known_by_handles(&mut self, number: u64) -> Result<bool> {
+        let node = self.node(number)?;
+        Ok(node.kind == FileType::RegularFile && !(node.is_own && node.had_other_name))
+    }
+
     /// The file of a node is not at its place any more: somebody else has renamed or removed it. The guest has it open
-    /// by `fd`, which becomes its anchor. Returns false if that cannot be.
+    /// by `fd`, which becomes its anchor for as long as it is open. Returns false if that cannot be.
     ///
     /// Linux names the node, and no handle, in requests of fstat(2), fchmod(2) and the like, and when a process opens
     /// `/proc/self/fd/N`. But chmod(2) of a name that the guest has cached names the node too, and must not change a
@@ -82,20 +89,29 @@ impl Nodes {
         mount: u64,
     ) -> Result<bool> {
         let node = self.node(number)?;
+        let device = node.id.device;
         if node.opens == 0 || node.anchor.is_some() || Instant::now() < node.name_is_cached_until {
             return Ok(false);
         }
-        let device = node.id.device;
         if self.anchors.are_full(device) {
             return Ok(false);
         }
         let node = self.node(number)?;
-        node.anchor = Some(fd.clone());
+        (node.anchor, node.has_moved_away) = (Some(fd.clone()), true);
         node.mount = mount;
         let left = node.place.take();
         self.anchors.add(device);
         self.leave(left);
         Ok(true)
+    }
+
+    /// The file of a node is not open any more. If others have moved it away, the guest may know the node for long, and
+    /// the file would take room on the host.
+    pub(super) fn let_moved_go(&mut self, number: u64) {
+        let Some(node) = self.table.get_mut(number).filter(|node| node.has_moved_away) else { return };
+        node.has_moved_away = false;
+        let (device, anchor) = (node.id.device, node.anchor.take());
+        self.drop_anchor(device, anchor);
     }
 
     /// The name was removed.
