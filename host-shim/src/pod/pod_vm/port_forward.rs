@@ -134,7 +134,7 @@ where
     }
 }
 
-/// Resets the clients in the queue of the listener, which has no more than these.
+/// Resets the clients that wait in the queue of the listener, at most as many as there are connections.
 async fn reset_waiting<A>(accept: impl Fn() -> A)
 where
     A: Future<Output = io::Result<(TcpStream, SocketAddr)>>,
