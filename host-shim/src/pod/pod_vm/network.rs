@@ -46,7 +46,7 @@ const LOG_WINDOW: Duration = Duration::from_secs(600);
 /// How long the host may take to read its network. For that the kernel takes a lock (rtnl) that another process may
 /// hold. Meanwhile other work on the pod's resources waits.
 const SCAN: Duration = Duration::from_secs(10);
-/// The first scan is part of Start, and nothing else of the pod waits for it.
+/// The first scan is a part of Start, which would fail without it, and may take as long as that.
 const FIRST_SCAN: Duration = Duration::from_secs(60);
 const SCAN_OF: &str = "scan of the pod's network";
 
