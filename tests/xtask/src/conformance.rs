@@ -168,11 +168,12 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "FUSE has no such request",
     ),
     (
-        "the device number (`st_dev`) of a volume: not refused, but all directories of the host that a pod mounts have \
-         the same one, and with docker the root has it too. So `find -xdev`, `du -x`, `tar --one-file-system` and \
-         `rsync -x` do not stop at them, df(1) without arguments shows one of them, and `os.path.ismount` of Python \
-         and mountpoint(1) of BusyBox do not know them. /proc/self/mountinfo has all",
-        "they are one file system of the guest, of one virtio-fs device",
+        "a file system that the host has mounted below a directory that a container mounts: not refused, but \
+         /proc/self/mountinfo does not list it, as it does on runc with `rbind`. Its files have a device number \
+         (`st_dev`) of their own. So `find -xdev`, `du -x` and `tar --one-file-system` stop there, and \
+         `os.path.ismount` of Python is true. But programs that look up the mount of such a file fail, such as df(1) \
+         of BusyBox and `Files.getFileStore` of JDK 8",
+        "the guest has one mount for each mount of the container ([files](architecture.md#files))",
     ),
     (
         "changes of a file by a descriptor (fchmod(2), fchown(2), futimens(2), fsetxattr(2)) within 2 seconds after the \
@@ -231,8 +232,9 @@ const DIFFERENCES: &[(&str, &str)] = &[
     ),
     (
         "name_to_handle_at(2), open_by_handle_at(2) and FIGETBSZ on files of a root: not refused; overlayfs on runc \
-         refuses them. All files of a root have one `st_dev`",
-        "the guest sees one FUSE file system",
+         refuses them. All files of an exclusive root have one `st_dev`; overlayfs has several if its layers are on \
+         several file systems",
+        "the guest sees one FUSE file system ([exclusive roots](architecture.md#files))",
     ),
     (
         "`chattr` on files of the host: refused (EPERM), also for a privileged container, are immutable, append-only and \
@@ -252,8 +254,9 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "a client of FUSE in Linux does not send them",
     ),
     (
-        "access times of files of the host: not refused, but what the guest answers from its caches does not move them, \
-         and a look at a symbolic link may",
+        "access times of files of the host: not refused, but a read that the guest answers from its caches does not \
+         update them. The first read of a file that was just written to an exclusive root is such a read. Following a \
+         symbolic link may update its access time",
         "the host's kernel moves them when the file server reads ([files](architecture.md#files))",
     ),
     (

@@ -171,7 +171,7 @@ impl Base {
         let key = Key::new()
             .bytes(if pinned { &source.sha256 } else { &version })
             .bytes(options.to_config())
-            .bytes(patches.0.iter().map(|(_, text)| text.as_str()).collect::<String>())
+            .bytes(patches.0.iter().flat_map(|(_, text)| diffs(text)).collect::<String>())
             .bytes(MAKE_ARGS.join(" "))
             .bytes(STRIP_ARGS.join(" "))
             .bytes(INSTALL_ARGS.join(" "))

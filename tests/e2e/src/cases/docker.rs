@@ -338,7 +338,9 @@ fn volumes(host: &Host) -> Result<()> {
     let directory = scratch()?;
     fs::write(directory.path().join("given"), "by the host\n")?;
     let bind = format!("{}:/shared", directory.path().display());
-    let script = "cat /shared/given; echo by the container > /shared/made";
+    // `find -xdev`, `du -x` and others know a volume by its device number.
+    let script = "cat /shared/given; echo by the container > /shared/made; \
+                  test $(stat -c %d /) != $(stat -c %d /shared)";
     client.container().flags(["--volume", &bind]).sh(script)?.succeeds()?.prints("by the host\n")?;
     same("the file", json!(fs::read_to_string(directory.path().join("made"))?), json!("by the container\n"))?;
 

@@ -36,6 +36,7 @@ pub(super) const CASES: &[Case] = &[
     Case::both("what_a_container_has_written_survives_its_crash", written_survives),
     Case::both("what_is_synced_is_on_the_disk", synced::on_disk),
     Case::both("what_the_host_mounts_later_is_seen_if_asked_for", bind_later_mount),
+    Case::both("each_file_system_of_the_host_has_its_own_device_number", device_numbers),
     Case::bulkhead("mounts_of_the_container_are_not_for_the_host", bind_shared),
     Case::both("a_big_file_of_the_host_is_read_whole", bind_big_file),
     Case::both("owners_modes_and_links_are_kept", bind_metadata),
@@ -360,6 +361,29 @@ fn bind_later_mount(host: &Host) -> Result<()> {
         Ok(hearing.exec(&cat)?.text() == "mounted later\n")
     })?;
     deaf.exec(&cat)?.exits(1)?;
+    Ok(())
+}
+
+fn device_numbers(host: &Host) -> Result<()> {
+    let (one, other) = (scratch()?, scratch()?);
+    let place = one.path().join("mounted");
+    fs::create_dir(&place)?;
+    let _mounted = Tmpfs::mount(&place)?;
+    fs::write(place.join("file"), "")?;
+    fs::write(one.path().join("file"), "")?;
+    let container =
+        host.container().bind(one.path(), "/one", "rbind:rw").bind(other.path(), "/other", "rbind:rw");
+    let script = "number() { stat -c %d $1; }; \
+                  compare() { test $(number $1) = $(number $2) && echo $1 = $2 || echo $1 is not $2; }; \
+                  compare / /one; compare /one /other; compare /one/file /other; compare /one/mounted /one; \
+                  compare /one/mounted/file /one/mounted; \
+                  find / -xdev -name file -path '/one*'; find /one -xdev -name file; \
+                  for place in / /one /other; do it=$(number $place); \
+                  shown=$((it >> 8 & 0xfff)):$((it & 0xff | it >> 12 & 0xfff00)); \
+                  grep -q \"^[0-9]* [0-9]* $shown [^ ]* $place \" /proc/self/mountinfo || echo $place $shown; done";
+    let expected = "/ is not /one\n/one = /other\n/one/file = /other\n/one/mounted is not /one\n\
+                    /one/mounted/file = /one/mounted\n/one/file\n";
+    container.run(&["sh", "-c", script])?.succeeds()?.prints(expected)?;
     Ok(())
 }
 

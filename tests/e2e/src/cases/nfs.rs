@@ -1,5 +1,5 @@
-//! Volumes on NFS. The server is the host itself, and takes root for nobody (`root_squash`), as servers do unless they
-//! are told not to. So what a user may do does not follow from what root may do.
+//! Volumes on NFS. The server is the host itself, and maps root to the user `nobody` (`root_squash`), as servers do
+//! unless they are told not to. So what a user may do does not follow from what root may do.
 
 use std::fs::{self, File, Permissions};
 use std::io::Write;
@@ -17,7 +17,7 @@ use crate::ctr::{Host, Task};
 pub(super) const CASES: &[Case] = &[
     Case::both("a_user_works_in_a_directory_that_root_may_not_enter", own_directory),
     Case::both("a_group_shares_a_directory_that_root_may_not_enter", directory_of_a_group),
-    Case::both("root_may_do_what_nobody_may", as_root),
+    Case::both("root_has_the_permissions_of_the_user_nobody", as_root),
 ];
 
 const PROGRAM: &str = include_str!("nfs/user.py");

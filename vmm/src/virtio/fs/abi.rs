@@ -102,6 +102,9 @@ pub(super) mod further_feature {
     pub(crate) const POLLED_LOCKS: u32 = 1 << (63 - 32);
 }
 
+/// `FUSE_ATTR_FILE_SYSTEM_SHIFT`, which only our kernel has (kernel-config/patches/fuse-device-numbers.patch): the
+/// upper 16 bits of `fuse_attr.flags` are the number of the file system that a file is on.
+pub(super) const ATTR_FILE_SYSTEM_SHIFT: u32 = 16;
 /// `FUSE_GETATTR_FH`: the request has a handle.
 pub(super) const GETATTR_FH: u32 = 1;
 /// `FUSE_WRITE_KILL_SUIDGID` and `FUSE_OPEN_KILL_SUIDGID`: clear the set-user-ID and set-group-ID bits.

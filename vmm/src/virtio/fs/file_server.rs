@@ -19,8 +19,8 @@ use rustix::{
 
 use super::{
     abi::{
-        Args, Body, Header, MAJOR, MINOR, OLDEST_MINOR, OUT_HEADER, Result, WRITE_IN, encode_dev, feature,
-        further_feature, opcode,
+        ATTR_FILE_SYSTEM_SHIFT, Args, Body, Header, MAJOR, MINOR, OLDEST_MINOR, OUT_HEADER, Result, WRITE_IN,
+        encode_dev, feature, further_feature, opcode,
     },
     caller::Caller,
     counts::Counts,
@@ -523,7 +523,7 @@ impl Server {
     pub(super) fn attributes(&mut self, body: Body, node: u64, stat: &Statx) -> Body {
         let mut tables = self.tables();
         tables.nodes.told(node, stat);
-        let inode = tables.nodes.inode(stat);
+        let (inode, file_system) = (tables.nodes.inode(stat), tables.nodes.file_system_number(stat));
         drop(tables);
         let times = [&stat.stx_atime, &stat.stx_mtime, &stat.stx_ctime];
         let mut body = body.u64(inode).u64(stat.stx_size).u64(stat.stx_blocks);
@@ -539,7 +539,7 @@ impl Server {
             .u32(stat.stx_gid)
             .u32(encode_dev(stat.stx_rdev_major, stat.stx_rdev_minor))
             .u32(stat.stx_blksize)
-            .u32(0)
+            .u32(file_system << ATTR_FILE_SYSTEM_SHIFT)
     }
 }
 

@@ -229,13 +229,24 @@ impl Nodes {
         Ok(self.inode_on(device, inode))
     }
 
-    fn inode_on(&mut self, device: u64, inode: u64) -> u64 {
+    /// The number of the file system that a file is on. The guest's kernel makes a device number (`st_dev`) of it. The
+    /// file system of the share's root is 0, and so are all files of an exclusive share.
+    pub(super) fn file_system_number(&mut self, stat: &Statx) -> u32 {
+        // At most MOST_DEVICES, which all further file systems share. So 16 bits are enough.
+        if self.is_exclusive { 0 } else { self.number_of_device(device_of(stat)) as u32 }
+    }
+
+    fn number_of_device(&mut self, device: u64) -> u64 {
         let next = self.devices.len() as u64;
-        let index = match self.devices.get(&device) {
+        match self.devices.get(&device) {
             Some(index) => *index,
             None if self.devices.len() < MOST_DEVICES => *self.devices.entry(device).or_insert(next),
             None => next,
-        };
+        }
+    }
+
+    fn inode_on(&mut self, device: u64, inode: u64) -> u64 {
+        let index = self.number_of_device(device);
         if index < SMALL_INODE_DEVICES && inode < 1 << SMALL_INODE_BITS {
             return index << SMALL_INODE_BITS | inode;
         }

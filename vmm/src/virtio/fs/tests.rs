@@ -20,9 +20,10 @@ use virtio_queue::desc::split::Descriptor;
 
 use super::{
     abi::{
-        Body, IN_HEADER, OPEN_CACHE_DIR, OPEN_DIRECT_IO, OPEN_KEEP_CACHE, OPEN_NOFLUSH, OUT_HEADER, ROOT,
-        feature, further_feature, opcode, set,
+        ATTR_FILE_SYSTEM_SHIFT, Body, IN_HEADER, OPEN_CACHE_DIR, OPEN_DIRECT_IO, OPEN_KEEP_CACHE,
+        OPEN_NOFLUSH, OUT_HEADER, ROOT, feature, further_feature, opcode, set,
     },
+    file_server::ENTRY_OUT,
     nodes::caching::{CACHED_FOR, OWN_ABSENCE_CACHED_FOR, OWN_CACHED_FOR},
     open_files::Opened,
     *,
@@ -914,6 +915,26 @@ fn a_mount_below_the_root_of_a_container_is_not_the_guests_own() {
         assert_eq!((name, attributes), (CACHED_FOR, CACHED_FOR));
         let (_, name, attributes) = cached_for(&mut guest, mounted, "file");
         assert_eq!((name, attributes), (CACHED_FOR, CACHED_FOR));
+    };
+    drill(body, End::succeeds);
+}
+
+#[test]
+fn each_file_system_has_a_number_of_its_own() {
+    let body = || {
+        let dir = tempfile::tempdir().unwrap();
+        mount_in(dir.path(), &["one", "other"]);
+        fs::create_dir(dir.path().join("here")).unwrap();
+        let mut guest = Guest::serving(dir, Limits::of_this_process(1));
+        let mut number = |parent, name: &str| {
+            let entry = guest.ask(opcode::LOOKUP, parent, format!("{name}\0").as_bytes()).unwrap();
+            // `fuse_attr.flags` is the last field.
+            (long(&entry, 0), word(&entry, ENTRY_OUT - 4) >> ATTR_FILE_SYSTEM_SHIFT)
+        };
+        let [(_, here), (one, of_one), (_, of_other)] =
+            ["here", "one", "other"].map(|name| number(ROOT, name));
+        assert_eq!((here, of_one, of_other), (0, 1, 2));
+        assert_eq!(number(one, "file").1, of_one);
     };
     drill(body, End::succeeds);
 }

@@ -28,6 +28,9 @@ with File("f", WR | APPEND) as fd:
     fcntl.fcntl(fd, fcntl.F_SETFL, APPEND)
     show("append set", lambda: os.pwrite(fd, b".", 0), content("f"),
          lambda: fcntl.fcntl(fd, fcntl.F_GETFL) & APPEND > 0)
+    show("RWF_NOAPPEND", lambda: os.pwritev(fd, [b"one"], 0, 0x20), content("f"), lambda: os.stat("f").st_size)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    show("RWF_NOAPPEND, read again", content("f"))
 write("f", b"")
 with File("f", WR | APPEND) as one, File("f", WR | APPEND) as two:
     for number in range(3):
@@ -64,6 +67,50 @@ show("2 MiB", "big", lambda: read("big") == big[:1 << 20])
 with File("big", RW) as fd:
     os.pwrite(fd, b"seam", (1 << 20) - 2)
     show("over a boundary", lambda: os.pread(fd, 8, (1 << 20) - 4))
+
+
+def pieces(*steps):
+    """Each step is (offset, length): writes a piece there. If the length is None, moves the end of the file to the
+    offset. Returns whether the cache has what is expected, and whether the file has it after the cache was dropped."""
+    expected = bytearray()
+    with File("pieces", RW | CREAT | TRUNC) as fd:
+        for number, (offset, length) in enumerate(steps):
+            if length is None:
+                os.ftruncate(fd, offset)
+                expected = expected[:offset] + bytes(max(0, offset - len(expected)))
+                continue
+            piece = bytes([65 + number % 26]) * length
+            os.pwrite(fd, piece, offset)
+            expected += bytes(max(0, offset + length - len(expected)))
+            expected[offset:offset + length] = piece
+        cached = os.pread(fd, len(expected) + 1, 0)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        return cached == expected, os.pread(fd, len(expected) + 1, 0) == expected
+
+
+show("pieces of 1,500 bytes", lambda: pieces(*((number * 1500, 1500) for number in range(20))))
+show("pieces of any length", lambda: pieces((0, 1), (1, 4095), (4096, 10000), (14096, 3), (14099, 4097)))
+show("pieces with gaps", lambda: pieces((5000, 100), (20000, 4096), (8191, 2), (100, 1)))
+show("pieces behind an end that moves", lambda: pieces((0, 3000), (1000, None), (2000, 9), (9000, None), (8500, 9)))
+
+
+def limited():
+    """Writes beyond the size that a file may have, and then the rest. Returns how much was written each time, and
+    whether it is there."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    with File("limited", RW | CREAT) as fd:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (6000, before[1]))
+        try:
+            first = os.write(fd, b"a" * 10000)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        rest = os.write(fd, b"b" * 4000)
+        return first, rest, os.pread(fd, 20000, 0) == b"a" * 6000 + b"b" * 4000
+
+
+show("pieces within a limit", limited)
 os.mkdir("d")
 with File("d") as fd:
     show("fsync of a directory", lambda: os.fsync(fd))
