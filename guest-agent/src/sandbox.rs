@@ -10,8 +10,11 @@ pub use volumes::Volume;
 use std::{
     collections::{HashMap, hash_map::Entry},
     fs::{self, File},
-    io,
-    os::{fd::AsFd, unix::fs::MetadataExt},
+    io::{self, Read},
+    os::{
+        fd::AsFd,
+        unix::fs::{MetadataExt, OpenOptionsExt},
+    },
     path::Path,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
@@ -33,6 +36,9 @@ use crate::{
     network::loopback::Port,
     shutdown, spec, syscall,
 };
+
+/// How long it may take to write back what containers have changed.
+const WRITE_BACK: Duration = Duration::from_secs(3);
 
 /// Minimum of entropy for StartSandbox, bytes.
 const MIN_ENTROPY: usize = 32;
@@ -130,6 +136,8 @@ pub struct Sandbox {
     /// which the shim has asked.
     written: Arc<tokio::sync::Mutex<HashMap<String, u64>>>,
     directory_sockets: DirectorySockets,
+    /// Locked while dirty data are written back.
+    writing_back: Arc<tokio::sync::Mutex<()>>,
 }
 
 #[derive(Default)]
@@ -155,6 +163,7 @@ impl Sandbox {
             state: Mutex::default(),
             written: Arc::default(),
             directory_sockets: DirectorySockets::default(),
+            writing_back: Arc::default(),
         }
     }
 
@@ -448,6 +457,24 @@ impl Sandbox {
         self.machine.write_back();
     }
 
+    /// Writes back what containers have changed by shared mappings, so that the host can copy their files: `docker
+    /// commit` pauses a container for that. A file system may not respond, so this ends after a time, and there is one
+    /// such write-back at once.
+    pub async fn write_back(&self) {
+        let (machine, only) = (Arc::clone(&self.machine), Arc::clone(&self.writing_back));
+        let written = async move {
+            let only = only.lock_owned().await;
+            let write_back = move || {
+                machine.write_back();
+                drop(only);
+            };
+            tokio::task::spawn_blocking(write_back).await
+        };
+        if tokio::time::timeout(WRITE_BACK, written).await.is_err() {
+            eprintln!("bulkhead-agent: not all that containers have changed is with the host");
+        }
+    }
+
     fn started(&self) -> Result<MutexGuard<'_, State>, SandboxError> {
         let state = self.lock();
         if state.is_started { Ok(state) } else { Err(SandboxError::NotStarted) }
@@ -469,12 +496,20 @@ fn mount_shm() -> io::Result<()> {
     Ok(mount(Some("shm"), SHM_DIR, Some("tmpfs"), flags, Some("mode=1777,size=65536k"))?)
 }
 
+/// Reads what the driver of the VM's random number generator has asked for in advance, and the kernel has kept: a clone
+/// would return the same bytes from /dev/hwrng. There may be neither a device nor bytes.
+fn discard_hardware_entropy() {
+    let opened = File::options().read(true).custom_flags(libc::O_NONBLOCK).open("/dev/hwrng");
+    _ = opened.and_then(|mut device| device.read(&mut [0; 256]));
+}
+
 fn take_identity(machine: &dyn Machine, identity: &Identity) -> Result<String, SandboxError> {
     let failed = |action| move |source: io::Error| SandboxError::Io { action, source };
     // First of all: whatever asks for random numbers from here on gets other ones than a clone of this guest would.
     File::open("/dev/urandom")
         .and_then(|random| syscall::add_entropy(random.as_fd(), &identity.entropy))
         .map_err(failed("adding entropy"))?;
+    discard_hardware_entropy();
     let since_1970 = Duration::from_nanos(identity.clock_unix_ns.max(0) as u64);
     machine.set_clock(since_1970).map_err(failed("setting the clock"))?;
     if !identity.hostname.is_empty() {

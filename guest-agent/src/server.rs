@@ -328,7 +328,12 @@ impl Agent for Service {
         request: PauseContainerRequest,
     ) -> ttrpc::Result<Empty> {
         let container = self.sandbox.container(&request.container_id).map_err(status)?;
-        self.to_its_end(|_| async move { Ok(container.pause().await?) }).await?;
+        self.to_its_end(|sandbox| async move {
+            container.pause().await?;
+            sandbox.write_back().await;
+            Ok(())
+        })
+        .await?;
         Ok(Empty::new())
     }
 

@@ -33,7 +33,7 @@ const LONGEST_RECORD: u64 = 64 << 10;
 /// beginning of a container's id. So no container's id may begin with it.
 const PREFIX: &str = "bulkhead-exec-";
 
-/// The most processes of one pod. A shim has 64 connections at most, and containerd must be able to connect again.
+/// The most processes of one pod. A shim has 1,024 connections at most, of which containerd has one for each container.
 const MOST: usize = 32;
 
 /// The directory of this command.

@@ -206,7 +206,10 @@ fn attach(
                 .step(|| "the proc file system of the pid namespace".into())?
         }
         MountKind::FileSystem { fs_type, source, parameters } => {
-            new_file_system(fs_type, source.as_deref(), parameters)?
+            let covered = if fs_type == "tmpfs" { mode_of(root, &plan.destination)? } else { None };
+            // The last one counts, so the spec may name another mode.
+            let parameters: Vec<_> = covered.into_iter().chain(parameters.iter().cloned()).collect();
+            new_file_system(fs_type, source.as_deref(), &parameters)?
         }
     };
     let change = |recursive, change: MountAttr| {
@@ -226,6 +229,17 @@ fn attach(
     let target = paths::open_or_create(root, &plan.destination, missing).step(|| "mount point".into())?;
     syscall::move_mount(mounted.as_fd(), target.as_fd()).step(|| "mounting".into())?;
     Ok(later.then_some(mounted))
+}
+
+/// The mode of what is at this path, as a parameter of a tmpfs: runc gives a tmpfs the mode of the directory that it
+/// covers.
+fn mode_of(root: &OwnedFd, path: &Path) -> Result<Option<(String, Option<String>)>, SetupError> {
+    let covered = match paths::open(root, path) {
+        Err(Errno::ENOENT) => return Ok(None),
+        opened => opened.step(|| "mount point".into())?,
+    };
+    let mode = fstat(&covered).step(|| "mount point".into())?.st_mode & 0o7777;
+    Ok(Some(("mode".to_owned(), Some(format!("{mode:o}")))))
 }
 
 /// Takes a detached copy of the mount of a bind mount's source.

@@ -15,7 +15,7 @@ use std::{
     os::unix::ffi::OsStrExt,
     path::Path,
     sync::Arc,
-    time::{Duration, SystemTime, UNIX_EPOCH},
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
 use bulkhead_agent_api::{API_VERSION, MAX_PIDS, RPC_PORT, agent, agent_ttrpc::AgentClient};
@@ -445,7 +445,12 @@ impl Agent {
         within: Duration,
         make: impl FnOnce(Context) -> F,
     ) -> Result<T, AgentError> {
+        let asked = Instant::now();
         match tokio::time::timeout(within, make(with_duration(within + AGENT_DEADLINE))).await {
+            // This process stood still too, and both deadlines have passed: the client reports its own in this way.
+            Ok(Err(error)) if !matches!(error, ttrpc::Error::RpcStatus(_)) && asked.elapsed() >= within => {
+                Err(AgentError::Timeout { call: name })
+            }
             Ok(answer) => self.heard(name, answer),
             Err(_) => Err(AgentError::Timeout { call: name }),
         }

@@ -133,19 +133,12 @@ impl Publisher {
         self.publish(topics::TASK_RESUMED_EVENT_TOPIC, "containerd.events.TaskResumed", &event);
     }
 
-    /// Processes of the container were killed by the out-of-memory killer. A guest can cause any number of these
-    /// events, so they leave half of the queue to others.
+    /// Processes of the container were killed by the out-of-memory killer.
     pub(crate) fn oom(&self, container_id: &str, kills: u64) {
         self.log.record(PodEvent::OomKill { container: container_id.into(), kills });
-        if self.queue.capacity() < QUEUE / 2 {
-            return tracing::warn!(
-                container = container_id,
-                "an out-of-memory event is lost: containerd takes none"
-            );
-        }
         let mut event = TaskOOM::new();
         event.container_id = container_id.into();
-        self.publish(topics::TASK_OOM_EVENT_TOPIC, "containerd.events.TaskOOM", &event);
+        self.publish_with_room(topics::TASK_OOM_EVENT_TOPIC, "containerd.events.TaskOOM", &event, QUEUE / 2);
     }
 
     /// A process of the container ended: its init, whose id is the container's, or one that exec added.
@@ -157,11 +150,15 @@ impl Publisher {
         event.exit_status = exit.status;
         event.exited_at = Some(timestamp(exit.at)).into();
         // Probes are processes that are added, and would soon fill the record.
+        let (topic, type_url) = (topics::TASK_EXIT_EVENT_TOPIC, "containerd.events.TaskExit");
         if id == container_id {
             let (container, status) = (container_id.into(), exit.status);
             self.log.record(PodEvent::ContainerExited { container, status });
+            self.publish(topic, type_url, &event);
+        } else {
+            // A client waits for this one longer than for the others of the process.
+            self.publish_with_room(topic, type_url, &event, QUEUE / 4);
         }
-        self.publish(topics::TASK_EXIT_EVENT_TOPIC, "containerd.events.TaskExit", &event);
     }
 
     /// A process is to be added to the container.
@@ -169,7 +166,8 @@ impl Publisher {
         let mut event = TaskExecAdded::new();
         event.container_id = container_id.into();
         event.exec_id = exec_id.into();
-        self.publish(topics::TASK_EXEC_ADDED_EVENT_TOPIC, "containerd.events.TaskExecAdded", &event);
+        let (topic, type_url) = (topics::TASK_EXEC_ADDED_EVENT_TOPIC, "containerd.events.TaskExecAdded");
+        self.publish_with_room(topic, type_url, &event, QUEUE / 2);
     }
 
     /// It runs.
@@ -178,7 +176,8 @@ impl Publisher {
         event.container_id = container_id.into();
         event.exec_id = exec_id.into();
         event.pid = pid;
-        self.publish(topics::TASK_EXEC_STARTED_EVENT_TOPIC, "containerd.events.TaskExecStarted", &event);
+        let (topic, type_url) = (topics::TASK_EXEC_STARTED_EVENT_TOPIC, "containerd.events.TaskExecStarted");
+        self.publish_with_room(topic, type_url, &event, QUEUE / 2);
     }
 
     /// Nothing is left of it.
@@ -189,6 +188,15 @@ impl Publisher {
         event.exit_status = exit.status;
         event.exited_at = Some(timestamp(exit.at)).into();
         self.publish(topics::TASK_DELETE_EVENT_TOPIC, "containerd.events.TaskDelete", &event);
+    }
+
+    /// Publishes an event of which there can be any number: a guest causes them, or a client that adds processes. They
+    /// leave so much of the queue to the lives of containers.
+    fn publish_with_room(&self, topic: &str, type_url: &str, event: &impl Message, room: usize) {
+        if self.queue.capacity() < room {
+            return tracing::warn!(topic, "an event is lost: containerd takes none");
+        }
+        self.publish(topic, type_url, event);
     }
 
     fn publish(&self, topic: &str, type_url: &str, event: &impl Message) {

@@ -65,16 +65,13 @@ fn warn_of_vcpus(container: &str, fitted: Result<(), TaskError>) {
 }
 
 impl Container {
-    /// The processes by their ids in the guest: none of the host's processes belongs to the container. containerd,
-    /// when it is restarted, ends a shim whose list is empty or late. So a container that has ended, or whose guest
-    /// does not answer, has the one process of the host that stands for it.
+    /// The processes by their ids in the guest: none of the host's processes belongs to the container. When containerd
+    /// is restarted, it gives up a shim without a sandbox whose list is empty, late or an error. So without a list the
+    /// answer is the one process of the host that stands for the container.
     pub(crate) async fn pids(&self) -> Result<Vec<u32>, TaskError> {
         self.allow(Action::Query)?;
         match self.guest.agent.list_pids(&self.id).await {
             Ok(pids) if !pids.is_empty() => Ok(pids),
-            Err(error @ AgentError::Refused { .. }) if self.init.state().exit().is_none() => {
-                Err(error.into())
-            }
             Err(AgentError::Silent { .. }) => Ok(vec![self.pid()]),
             Err(error) => {
                 tracing::warn!(container = self.id, error = chain(&error), "no list of processes");

@@ -1,7 +1,8 @@
-//! Bind mounts of devices: of the node of one, and of the host's /dev.
+//! Bind mounts of what the guest's kernel has itself: of the node of a device, of the host's /dev, and of its cgroups.
 //!
 //! The numbers of a node mean the host's devices on the host, and other ones in the guest. So the container gets what
-//! `linux.devices` would give it.
+//! `linux.devices` would give it. The host's cgroups have none of its processes: a systemd that finds them in
+//! /sys/fs/cgroup does not start. Elsewhere they are a directory like others, as monitoring expects it.
 
 use std::{
     fs,
@@ -20,11 +21,14 @@ use crate::{
     },
 };
 
+/// Where the cgroups are, on the host and in a container.
+const CGROUPS: &str = "/sys/fs/cgroup";
+
 /// The most mounts of which the sources are looked at. containerd's own limit of a message is far below.
 const MAX_MOUNTS: usize = 10_000;
 
-/// Replaces the bind mounts of a spec whose sources are the node of a block device, or the host's /dev. Relative
-/// sources are in the bundle. Returns whether the spec was changed.
+/// Replaces the bind mounts of a spec whose sources are the node of a block device, the host's /dev, or its cgroups at
+/// their usual place. Relative sources are in the bundle. Returns whether the spec was changed.
 ///
 /// The node of a block device becomes one of `linux.devices`. The host's /dev becomes a file system with the nodes of
 /// the devices that the guest has. Their numbers are the guest's: [`add_missing`] adds them when the host's devices are
@@ -38,9 +42,11 @@ fn replace_below(
     bundle: &Path,
     dev: &Path,
 ) -> Result<Option<Vec<Value>>, RequestError> {
+    // In a user namespace, Linux mounts those of a cgroup namespace that belongs to it only.
+    let may_mount_cgroups = has_namespace(document, "cgroup") || !has_namespace(document, "user");
     let Some(mounts) = document.get_mut("mounts").and_then(Value::as_array_mut) else { return Ok(None) };
     let (mut asked, mut nodes, mut added) = (Vec::new(), Vec::new(), Vec::new());
-    let mut result = Ok(());
+    let (mut result, mut has_cgroups) = (Ok(()), false);
     let mut index = 0..MAX_MOUNTS;
     mounts.retain_mut(|mount| {
         let (Some(index), Ok(())) = (index.next(), &result) else { return true };
@@ -58,6 +64,12 @@ fn replace_below(
                 added.extend(is_recursive.then(|| mounts_below(&destination)).into_iter().flatten());
                 true
             }
+            Source::Cgroups if may_mount_cgroups => {
+                has_cgroups = true;
+                *mount = cgroups(mount);
+                true
+            }
+            Source::Cgroups => true,
             Source::BelowDev(path) => {
                 result = Err(unimplemented(
                     format!("mounts[{index}].source {}, a directory of the host's devices", path.display()),
@@ -69,7 +81,7 @@ fn replace_below(
         }
     });
     result?;
-    let is_changed = !(asked.is_empty() && nodes.is_empty());
+    let is_changed = has_cgroups || !(asked.is_empty() && nodes.is_empty());
     // One that the spec has itself stays.
     added.retain(|new: &Value| !mounts.iter().any(|mount| mount["destination"] == new["destination"]));
     mounts.extend(added);
@@ -89,6 +101,8 @@ enum Source {
     Dev,
     /// A directory in the file system of /dev.
     BelowDev(PathBuf),
+    /// The host's cgroups, where those of the container belong.
+    Cgroups,
     Other,
 }
 
@@ -102,6 +116,12 @@ impl Source {
             return Self::Other;
         };
         let path = bundle.join(source);
+        // Mounts that would propagate to the host are refused later.
+        let is_shared = has_option(mount, "shared") || has_option(mount, "rshared");
+        let destination = mount["destination"].as_str().map(Path::new);
+        if path == Path::new(CGROUPS) && destination == Some(Path::new(CGROUPS)) && !is_shared {
+            return Self::Cgroups;
+        }
         if !path.starts_with(dev) {
             return Self::Other;
         }
@@ -155,6 +175,20 @@ fn nodes_of_guest(place: &Path) -> impl Iterator<Item = Value> {
 fn tmpfs(place: &Path, mode: &str) -> Value {
     let options = ["nosuid", "noexec", "strictatime", mode, "size=65536k"];
     json!({"destination": place, "type": "tmpfs", "source": "tmpfs", "options": options})
+}
+
+/// The file system in place of a bind mount, with its options.
+fn cgroups(bind: &Value) -> Value {
+    let usual = ["nosuid", "noexec", "nodev"].map(Value::from);
+    let given = bind["options"].as_array().into_iter().flatten();
+    let given = given.filter(|option| *option != "bind" && *option != "rbind").cloned();
+    let options: Vec<_> = usual.into_iter().chain(given).collect();
+    json!({"destination": CGROUPS, "type": "cgroup", "source": "cgroup", "options": options})
+}
+
+fn has_namespace(document: &Value, kind: &str) -> bool {
+    let namespaces = document["linux"]["namespaces"].as_array();
+    namespaces.is_some_and(|all| all.iter().any(|namespace| namespace["type"] == kind))
 }
 
 /// The file systems that a host has below /dev.
@@ -270,6 +304,33 @@ mod tests {
         let links = json!({"mounts": [bind(&dir.path().join("disk"), "/dev/disk")], "linux": {}});
         assert_eq!(replace_below(&mut links.clone(), Path::new("/"), dir.path()).unwrap(), None);
         umount2(dir.path(), MntFlags::MNT_DETACH).unwrap();
+    }
+
+    #[test]
+    fn the_hosts_cgroups_at_their_place_are_those_of_the_guest() {
+        let dir = tempfile::tempdir().unwrap();
+        let given = |destination: &str, options: &[&str]| {
+            let source = CGROUPS;
+            json!({"destination": destination, "type": "bind", "source": source, "options": options})
+        };
+        let elsewhere = given("/host/sys/fs/cgroup", &["rbind", "ro"]);
+        let mut document = json!({
+            "mounts": [given("/sys/fs/cgroup/", &["ro", "rbind", "rprivate", "rw"]), elsewhere],
+            "linux": {"namespaces": [{"type": "user"}, {"type": "cgroup"}]},
+        });
+        assert!(replace(&mut document, dir.path()).unwrap().unwrap().is_empty());
+        let options = ["nosuid", "noexec", "nodev", "ro", "rprivate", "rw"];
+        let expected =
+            json!({"destination": CGROUPS, "type": "cgroup", "source": "cgroup", "options": options});
+        assert_eq!(document["mounts"], json!([expected, elsewhere]));
+
+        let shared = [given(CGROUPS, &["rbind", "rshared"])];
+        for document in [
+            json!({"mounts": shared, "linux": {}}),
+            json!({"mounts": [given(CGROUPS, &["rbind"])], "linux": {"namespaces": [{"type": "user"}]}}),
+        ] {
+            assert!(replace(&mut document.clone(), dir.path()).unwrap().is_none());
+        }
     }
 
     #[test]

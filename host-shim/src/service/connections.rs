@@ -36,9 +36,9 @@ const PAUSE: Duration = Duration::from_millis(100);
 /// containerd that was restarted waits for 5 s for an answer, and then ends the shim.
 const REFUSED_AFTER: Duration = Duration::from_millis(if cfg!(test) { 500 } else { 2000 });
 
-/// How many connections there are at the same time at most. containerd has one, which `ctr` and the CRI use. Each
+/// How many connections there are at the same time at most. containerd has one for each container of the pod. Each
 /// `bulkhead exec` has one; at most 32 of them run in a pod (`cli/src/exec/directory.rs`).
-const MOST_CONNECTIONS: usize = 64;
+const MOST_CONNECTIONS: usize = 1024;
 
 /// How often it is logged that a client was refused.
 const LOGGED: u32 = 10;

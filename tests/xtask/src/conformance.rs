@@ -353,7 +353,41 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "`vm.overcommit_memory` is 1, not 0: not refused, but a mapping may be larger than all memory",
         "0 would refuse what a host with more memory than the guest has allows",
     ),
-    ("`docker top`", "docker looks for the processes on its host, and they are the guest's"),
+    (
+        "`docker top`: not refused, but shows the VMM, and not the container's processes; `docker exec` of ps(1) does",
+        "docker looks for the processes on its host, and they are the guest's",
+    ),
+    (
+        "the host's /sys/fs/cgroup mounted at the same place: not refused, but the container sees the cgroups of its VM",
+        "its processes are in those; systemd does not start with others",
+    ),
+    (
+        "pods that still run when the host shuts down, without kubelet's graceful node shutdown: systemd sends SIGTERM \
+         to shim and VMM at the same time, and the VM ends at once. Programs get no SIGTERM, and what they have not \
+         synced on disks in the guest is lost",
+        "not built yet: the shim should end the programs first. Drain the node, or stop its containers, before that",
+    ),
+    (
+        "images of another architecture (`docker run --platform linux/arm64`) on a host that has registered an emulator \
+         (`binfmt_misc`, such as qemu-user): not refused, but their programs do not start (ENOEXEC)",
+        "not built yet: the guest's kernel has registrations of its own. A privileged container can add some for its pod",
+    ),
+    (
+        "a program that execve(2) refuses (a missing interpreter, another architecture): the start fails and names the \
+         error; on runc the container starts, writes it to its log and ends",
+        "the agent waits until the program was executed",
+    ),
+    (
+        "bytes read and written (BLOCK I/O of `docker stats`, `io` of the statistics): not refused, but 0 for files of \
+         roots and volumes; those of disks in the guest are counted",
+        "the guest sees requests for files there, and not for blocks",
+    ),
+    (
+        "`docker cp` out of a container that runs, and `docker export` of one: not refused, but what a shared mapping \
+         (`mmap`) has changed may be missing for about 30 s. `docker commit` and `pause` write it first, for 3 s at \
+         most",
+        "it is in pages of the guest until then",
+    ),
     (
         "names that docker's name server asks of other servers, if the host's kernel lacks `cls_flower` or `act_ct`: \
          not refused, but they do not resolve",

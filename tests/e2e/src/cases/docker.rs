@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use super::lifecycle::is_promised_kernel;
 use super::{Case, busy};
-use crate::command::{Size, wait_until};
+use crate::command::{Cmd, Size, wait_until};
 use crate::ctr::Host;
 use crate::docker::{BRIDGE, Client, Made};
 use crate::fixtures::{digest, noise, page_at, scratch};
@@ -30,7 +30,10 @@ pub(super) const CASES: &[Case] = &[
     Case::both("a_restarted_container_keeps_its_files", restart),
     Case::both("a_paused_container_goes_on_where_it_was", pause),
     Case::both("stats_has_numbers", stats),
-    Case::bulkhead("top_is_refused", top),
+    Case::bulkhead("top_shows_the_vm", top),
+    Case::both("a_container_outlives_containerd", outlives_containerd),
+    Case::both("cgroups_of_the_host_at_their_usual_place_are_a_cgroup_file_system", cgroups),
+    Case::both("a_tmpfs_has_the_mode_of_the_directory_that_it_covers", tmpfs_modes),
     Case::both("update_changes_the_limits", update),
     Case::both("files_are_copied_in_and_out", copy),
     Case::both("an_init_is_pid_1", init),
@@ -219,10 +222,46 @@ fn processor_time(client: &Client<'_>, name: &str) -> Result<Duration> {
 
 fn top(host: &Host) -> Result<()> {
     let made = sleeping(host)?;
-    made.docker(&["top"])?.fails_with("docker top")?.fails_with("docker exec")?.says_one_line()?;
+    // A table with one row. None of the host's processes is the container's.
+    let finished = made.docker(&["top"])?;
+    let text = finished.succeeds()?.text();
+    finished.check("the VM", text.lines().count() == 2 && text.contains("bulkhead-vmm"))?;
     let finished = made.exec(&["ps"])?;
     let shown = finished.succeeds()?.text().contains("1 root     sleep 1000\n");
     finished.check("what runs in the container", shown)?;
+    Ok(())
+}
+
+fn outlives_containerd(host: &Host) -> Result<()> {
+    let script = "trap 'exit 8' TERM; while :; do sleep 0.1; done";
+    let made = Client::of(host)?.container().detach(&["sh", "-c", script])?;
+    Cmd::new("systemctl").args(["restart", "containerd"]).run()?.succeeds()?;
+    // dockerd connects again.
+    wait_until("an added process", host.patience(Duration::from_secs(20)), || {
+        Ok(made.exec(&["echo", "on"])?.text() == "on\n")
+    })?;
+    made.docker(&["stop"])?.succeeds()?;
+    same("its status", made.inspect("/State/ExitCode")?, json!(8))
+}
+
+/// As the images of systemd are started.
+fn cgroups(host: &Host) -> Result<()> {
+    let flags = ["--privileged", "--cgroupns", "host", "--volume", "/sys/fs/cgroup:/sys/fs/cgroup:rw"];
+    let script = "awk '$2 == \"/sys/fs/cgroup\" { print $3 }' /proc/mounts; \
+                  mkdir /sys/fs/cgroup/made && test -e /sys/fs/cgroup/made/cgroup.procs && rmdir /sys/fs/cgroup/made";
+    Client::of(host)?.container().flags(flags).sh(script)?.succeeds()?.prints("cgroup2\n")?;
+    Ok(())
+}
+
+fn tmpfs_modes(host: &Host) -> Result<()> {
+    let flags = ["--tmpfs", "/root", "--tmpfs", "/tmp:mode=0750", "--tmpfs", "/new"];
+    let script = "stat -c '%a %n' /root /tmp /new";
+    Client::of(host)?
+        .container()
+        .flags(flags)
+        .sh(script)?
+        .succeeds()?
+        .prints("700 /root\n750 /tmp\n1777 /new\n")?;
     Ok(())
 }
 

@@ -13,6 +13,7 @@ use crate::command::{Cmd, wait_until};
 use crate::ctr::{Host, Task};
 use crate::events::Events;
 use crate::fixtures::scratch;
+use crate::image_root::ImageRoot;
 use crate::shim::{Shim, granted};
 
 pub(super) const CASES: &[Case] = &[
@@ -24,6 +25,7 @@ pub(super) const CASES: &[Case] = &[
     Case::both("a_signal_waits_for_the_resume", signal_waits),
     Case::both("a_paused_container_is_listed_and_measured", listed_and_measured),
     Case::both("events_tell_of_pause_and_resume", events_in_order),
+    Case::both("what_a_mapping_has_changed_is_with_the_host_when_the_container_is_paused", written_back),
     Case::both("a_pause_outlives_containerd", outlives_containerd),
     Case::both("nothing_is_left_of_a_container_that_was_paused", leaves_nothing),
 ];
@@ -109,6 +111,33 @@ fn stands_still(host: &Host) -> Result<()> {
         counter.counts("init")?;
     }
     Ok(())
+}
+
+/// Changes a file by a shared mapping that stays.
+const MAP: &str = "\
+import mmap, os, time
+file = os.open('/data/file', os.O_RDWR | os.O_CREAT)
+os.write(file, bytes(4096))
+mapped = mmap.mmap(file, 4096)
+mapped[:7] = b'changed'
+os.mkdir('/data/ready')
+time.sleep(1000)
+";
+
+/// `docker commit` pauses a container and copies its root.
+fn written_back(host: &Host) -> Result<()> {
+    let (image, volume) = (ImageRoot::make()?, scratch()?);
+    let container = host.container().bind(volume.path(), "/data", "rbind:rw");
+    let task = image.detach(host, container, &["python3", "-c", MAP])?;
+    wait_until("the change", host.patience(COUNTS), || Ok(volume.path().join("ready").exists()))?;
+    command(host, "pause", &task)?;
+    let text = fs::read(volume.path().join("file"))?;
+    ensure!(
+        text.starts_with(b"changed"),
+        "expected  \"changed\"\ncame      {:?}",
+        &text[..7.min(text.len())]
+    );
+    command(host, "resume", &task)
 }
 
 fn execs_stand_still(host: &Host) -> Result<()> {

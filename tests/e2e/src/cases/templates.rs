@@ -122,18 +122,21 @@ fn of_one(host: &Host) -> Result<()> {
 
 /// What must be of one guest alone, a line each.
 const OWN: &str = "cat /proc/sys/kernel/random/boot_id; cat /proc/sys/kernel/random/uuid; \
-                   head -c 16 /dev/urandom | md5sum";
+                   head -c 16 /dev/urandom | md5sum; test -c /dev/hwrng && head -c 16 /dev/hwrng | md5sum";
 
 fn unlike(host: &Host, number: usize) -> Result<()> {
-    let said = in_threads(THREADS, 0..number, |_| Ok(host.sh(OWN)?.succeeds()?.text()))?;
+    let said = in_threads(THREADS, 0..number, |_| {
+        let container = host.container().flags(["--privileged"]);
+        Ok(container.run(&["sh", "-c", OWN])?.succeeds()?.text())
+    })?;
     let mut seen: BTreeMap<&str, usize> = BTreeMap::new();
     for line in said.iter().flat_map(|text| text.lines()) {
         *seen.entry(line).or_default() += 1;
     }
     let twice: Vec<_> = seen.iter().filter(|(_, count)| **count > 1).collect();
     ensure!(
-        twice.is_empty() && seen.len() == 3 * number,
-        "expected  3 x {number} lines that differ\ncame      {}, of which these more than once: {twice:?}",
+        twice.is_empty() && seen.len() == 4 * number,
+        "expected  4 x {number} lines that differ\ncame      {}, of which these more than once: {twice:?}",
         seen.len()
     );
     Ok(())

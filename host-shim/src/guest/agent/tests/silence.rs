@@ -44,6 +44,19 @@ async fn only_the_first_query_waits_for_a_guest_that_does_not_answer() {
 }
 
 #[tokio::test]
+async fn a_shim_that_stood_still_together_with_its_guest_does_not_take_the_guest_for_gone() {
+    let booted = started().await;
+    booted.guest.stop();
+    let stand_still = async {
+        tokio::time::sleep(AT_ONCE).await;
+        std::thread::sleep(QUICK + AGENT_DEADLINE + AT_ONCE);
+    };
+    let (late, ()) = tokio::join!(booted.agent.resume("demo"), stand_still);
+    assert!(matches!(late, Err(AgentError::Timeout { .. })), "{late:?}");
+    booted.guest.go_on();
+}
+
+#[tokio::test]
 async fn a_guest_that_does_not_answer_has_one_open_question_and_any_answer_ends_the_silence() {
     let booted = started().await;
     let agent = &booted.agent;
