@@ -378,6 +378,16 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "the agent waits until the program was executed",
     ),
     (
+        "the limit of open files (RLIMIT_NOFILE) of a container whose spec names none, as those of docker: not refused, \
+         but it is 1,048,576; on runc it is that of containerd",
+        "the agent sets it in the guest",
+    ),
+    (
+        "`docker run --ipc shareable`: not refused, but /dev/shm is a directory of the host. Each changed page is copied \
+         there, and there is no SIGBUS beyond its size",
+        "docker mounts it for other containers, which are refused to join it",
+    ),
+    (
         "bytes read and written (BLOCK I/O of `docker stats`, `io` of the statistics): not refused, but 0 for files of \
          roots and volumes; those of disks in the guest are counted",
         "the guest sees requests for files there, and not for blocks",
