@@ -458,8 +458,8 @@ impl Sandbox {
     }
 
     /// Writes back what containers have changed by shared mappings, so that the host can copy their files: `docker
-    /// commit` pauses a container for that. A file system may not respond, so this ends after a time, and there is one
-    /// such write-back at once.
+    /// commit` pauses a container for that. A file system may not respond. So this waits for 3 seconds at most,
+    /// and only one write-back runs at a time.
     pub async fn write_back(&self) {
         let (machine, only) = (Arc::clone(&self.machine), Arc::clone(&self.writing_back));
         let written = async move {

@@ -447,7 +447,8 @@ impl Agent {
     ) -> Result<T, AgentError> {
         let asked = Instant::now();
         match tokio::time::timeout(within, make(with_duration(within + AGENT_DEADLINE))).await {
-            // This process stood still too, and both deadlines have passed: the client reports its own in this way.
+            // If this process stood still as well, both deadlines have passed. Then the client reports its own one, as
+            // an error of the connection.
             Ok(Err(error)) if !matches!(error, ttrpc::Error::RpcStatus(_)) && asked.elapsed() >= within => {
                 Err(AgentError::Timeout { call: name })
             }

@@ -36,6 +36,13 @@ use crate::{
 /// A container has four events in its life, and three more for each process that exec adds.
 const QUEUE: usize = 256;
 
+/// Places of the queue that are kept for the lives of containers. Of some events there can be any number, because a
+/// guest causes them or a client adds processes. These are lost when fewer places are free.
+const KEPT: usize = QUEUE / 2;
+
+/// The same for the end of an added process. It is kept longer than its beginning: docker waits for it.
+const KEPT_AT_AN_END: usize = QUEUE / 4;
+
 /// How long containerd may take to answer.
 const FORWARD: Duration = Duration::from_secs(10);
 
@@ -138,7 +145,8 @@ impl Publisher {
         self.log.record(PodEvent::OomKill { container: container_id.into(), kills });
         let mut event = TaskOOM::new();
         event.container_id = container_id.into();
-        self.publish_with_room(topics::TASK_OOM_EVENT_TOPIC, "containerd.events.TaskOOM", &event, QUEUE / 2);
+        let (topic, type_url) = (topics::TASK_OOM_EVENT_TOPIC, "containerd.events.TaskOOM");
+        self.publish_if_free(KEPT, container_id, topic, type_url, &event);
     }
 
     /// A process of the container ended: its init, whose id is the container's, or one that exec added.
@@ -149,15 +157,14 @@ impl Publisher {
         event.pid = pid;
         event.exit_status = exit.status;
         event.exited_at = Some(timestamp(exit.at)).into();
-        // Probes are processes that are added, and would soon fill the record.
         let (topic, type_url) = (topics::TASK_EXIT_EVENT_TOPIC, "containerd.events.TaskExit");
+        // Probes are processes that are added, and would soon fill the record.
         if id == container_id {
             let (container, status) = (container_id.into(), exit.status);
             self.log.record(PodEvent::ContainerExited { container, status });
             self.publish(topic, type_url, &event);
         } else {
-            // A client waits for this one longer than for the others of the process.
-            self.publish_with_room(topic, type_url, &event, QUEUE / 4);
+            self.publish_if_free(KEPT_AT_AN_END, container_id, topic, type_url, &event);
         }
     }
 
@@ -167,7 +174,7 @@ impl Publisher {
         event.container_id = container_id.into();
         event.exec_id = exec_id.into();
         let (topic, type_url) = (topics::TASK_EXEC_ADDED_EVENT_TOPIC, "containerd.events.TaskExecAdded");
-        self.publish_with_room(topic, type_url, &event, QUEUE / 2);
+        self.publish_if_free(KEPT, container_id, topic, type_url, &event);
     }
 
     /// It runs.
@@ -177,7 +184,7 @@ impl Publisher {
         event.exec_id = exec_id.into();
         event.pid = pid;
         let (topic, type_url) = (topics::TASK_EXEC_STARTED_EVENT_TOPIC, "containerd.events.TaskExecStarted");
-        self.publish_with_room(topic, type_url, &event, QUEUE / 2);
+        self.publish_if_free(KEPT, container_id, topic, type_url, &event);
     }
 
     /// Nothing is left of it.
@@ -190,11 +197,17 @@ impl Publisher {
         self.publish(topics::TASK_DELETE_EVENT_TOPIC, "containerd.events.TaskDelete", &event);
     }
 
-    /// Publishes an event of which there can be any number: a guest causes them, or a client that adds processes. They
-    /// leave so much of the queue to the lives of containers.
-    fn publish_with_room(&self, topic: &str, type_url: &str, event: &impl Message, room: usize) {
-        if self.queue.capacity() < room {
-            return tracing::warn!(topic, "an event is lost: containerd takes none");
+    /// Publishes an event if the queue has at least this many free places.
+    fn publish_if_free(
+        &self,
+        places: usize,
+        container: &str,
+        topic: &str,
+        type_url: &str,
+        event: &impl Message,
+    ) {
+        if self.queue.capacity() < places {
+            return tracing::warn!(container, topic, "an event is lost: containerd takes none");
         }
         self.publish(topic, type_url, event);
     }

@@ -354,7 +354,8 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "0 would refuse what a host with more memory than the guest has allows",
     ),
     (
-        "`docker top`: not refused, but shows the VMM, and not the container's processes; `docker exec` of ps(1) does",
+        "`docker top`: not refused, but shows the VMM instead of the container's processes. `docker exec CONTAINER ps` \
+         shows them",
         "docker looks for the processes on its host, and they are the guest's",
     ),
     (

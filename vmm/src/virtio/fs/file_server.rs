@@ -523,7 +523,7 @@ impl Server {
     pub(super) fn attributes(&mut self, body: Body, node: u64, stat: &Statx) -> Body {
         let mut tables = self.tables();
         tables.nodes.told(node, stat);
-        let (inode, file_system) = (tables.nodes.inode(stat), tables.nodes.file_system_number(stat));
+        let (inode, file_system) = tables.nodes.inode_and_file_system(stat);
         drop(tables);
         let times = [&stat.stx_atime, &stat.stx_mtime, &stat.stx_ctime];
         let mut body = body.u64(inode).u64(stat.stx_size).u64(stat.stx_blocks);

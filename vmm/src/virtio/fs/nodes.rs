@@ -229,11 +229,14 @@ impl Nodes {
         Ok(self.inode_on(device, inode))
     }
 
-    /// The number of the file system that a file is on. The guest's kernel makes a device number (`st_dev`) of it. The
-    /// file system of the share's root is 0, and so are all files of an exclusive share.
-    pub(super) fn file_system_number(&mut self, stat: &Statx) -> u32 {
+    /// The inode number that the guest sees, and the number of the file system that the file is on. The guest's kernel
+    /// makes a device number (`st_dev`) of the second one. The file system of the share's root is 0, and so are all
+    /// files of an exclusive share.
+    pub(super) fn inode_and_file_system(&mut self, stat: &Statx) -> (u64, u32) {
+        let number = self.number_of_device(device_of(stat));
         // At most MOST_DEVICES, which all further file systems share. So 16 bits are enough.
-        if self.is_exclusive { 0 } else { self.number_of_device(device_of(stat)) as u32 }
+        let file_system = if self.is_exclusive { 0 } else { number as u32 };
+        (inode_of(number, stat.stx_ino), file_system)
     }
 
     fn number_of_device(&mut self, device: u64) -> u64 {
@@ -246,11 +249,7 @@ impl Nodes {
     }
 
     fn inode_on(&mut self, device: u64, inode: u64) -> u64 {
-        let index = self.number_of_device(device);
-        if index < SMALL_INODE_DEVICES && inode < 1 << SMALL_INODE_BITS {
-            return index << SMALL_INODE_BITS | inode;
-        }
-        inode ^ (index + 1) << 48
+        inode_of(self.number_of_device(device), inode)
     }
 
     /// Returns the node of the file that was found at `name` in `parent`, and counts a lookup of it.
@@ -555,6 +554,14 @@ impl Nodes {
             self.leave(left);
         }
     }
+}
+
+/// The inode number that the guest sees for this inode of the file system with this number.
+fn inode_of(file_system: u64, inode: u64) -> u64 {
+    if file_system < SMALL_INODE_DEVICES && inode < 1 << SMALL_INODE_BITS {
+        return file_system << SMALL_INODE_BITS | inode;
+    }
+    inode ^ (file_system + 1) << 48
 }
 
 #[cfg(test)]
