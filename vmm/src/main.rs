@@ -13,7 +13,7 @@ use std::{
     process::ExitCode,
 };
 
-use bulkhead_vmm::{builder, cgroup, config, jail, netns, one_line, vm::StopSignals};
+use bulkhead_vmm::{builder, cgroup, config, jail, netns, one_line};
 use bulkhead_vmm_api::{EXIT_NO_KVM, EXIT_NOT_RESTORED};
 
 const USAGE: &str = "usage: bulkhead-vmm --config FILE | --version | --help";
@@ -57,11 +57,10 @@ fn main() -> ExitCode {
 
 fn run(config: &std::path::Path) -> Result<(), Box<dyn Error>> {
     jail::harden()?;
-    let signals = StopSignals::take_over()?;
     let config = config::load(config)?;
     cgroup::join(&config.cgroup_procs)?;
     netns::enter(config.netns.as_deref())?;
-    Ok(builder::build(&config)?.run(&signals)?)
+    Ok(builder::build(&config)?.run()?)
 }
 
 fn request(arguments: Vec<OsString>) -> Result<Request, UsageError> {

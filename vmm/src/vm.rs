@@ -1,4 +1,4 @@
-//! Runs a VM until its guest, a client of the control socket or a signal ends it.
+//! Runs a VM until its guest or a client of the control socket ends it.
 
 use std::{
     io::{self, Write},
@@ -8,10 +8,6 @@ use std::{
 
 use bulkhead_vmm_api::{BLOCK_MIB, DeviceCounts, GUEST_SAYS, RUNNING, ShareCounts};
 use kvm_ioctls::{VcpuFd, VmFd};
-use nix::sys::{
-    signal::{SigSet, Signal},
-    signalfd::{SfdFlags, SignalFd},
-};
 use vmm_sys_util::poll::PollContext;
 
 use crate::{
@@ -39,8 +35,6 @@ use crate::{
 /// Why a VM did not run, or ended with an error.
 #[derive(Debug, thiserror::Error)]
 pub enum VmError {
-    #[error("cannot wait for signals")]
-    Signals(#[source] nix::Error),
     #[error("cannot wait for events of the VM")]
     Poll(#[from] vmm_sys_util::errno::Error),
     #[error(transparent)]
@@ -51,21 +45,6 @@ pub enum VmError {
     Guest(GuestExit),
     #[error(transparent)]
     Save(#[from] SaveError),
-}
-
-/// SIGTERM and SIGINT, which end the VM as [`bulkhead_vmm_api::ControlRequest::Stop`] does.
-pub struct StopSignals(SignalFd);
-
-impl StopSignals {
-    /// Blocks the signals in this thread and in the threads that it starts later. Call this before any thread is
-    /// started.
-    pub fn take_over() -> Result<Self, VmError> {
-        let signals: SigSet = [Signal::SIGTERM, Signal::SIGINT].into_iter().collect();
-        signals.thread_block().map_err(VmError::Signals)?;
-        SignalFd::with_flags(&signals, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)
-            .map(Self)
-            .map_err(VmError::Signals)
-    }
 }
 
 /// What is needed to change the size of a VM's memory.
@@ -158,19 +137,20 @@ impl Vm {
     /// This does not wait for the other threads, and keeps the memory mapped. The process must exit now, which ends
     /// its threads. The thread of a device may be waiting for a file system of the host that does not respond, and a
     /// vCPU for that thread. Data that they have written is in the kernel already.
-    pub fn run(self, signals: &StopSignals) -> Result<(), VmError> {
-        ManuallyDrop::new(self).run_until_it_ends(signals)
+    ///
+    /// No signal is handled. A VMM of the shim is the first process of a pid namespace, so only SIGKILL ends it
+    /// (pid_namespaces(7)): a host that shuts down sends SIGTERM to shim and VMM, and the shim first ends the programs.
+    pub fn run(self) -> Result<(), VmError> {
+        ManuallyDrop::new(self).run_until_it_ends()
     }
 
-    fn run_until_it_ends(&mut self, signals: &StopSignals) -> Result<(), VmError> {
+    fn run_until_it_ends(&mut self) -> Result<(), VmError> {
         const GUEST: u32 = 0;
-        const SIGNAL: u32 = 1;
-        const MEMORY: u32 = 2;
-        const BALLOON: u32 = 3;
-        const CONTROL: u32 = 4;
+        const MEMORY: u32 = 1;
+        const BALLOON: u32 = 2;
+        const CONTROL: u32 = 3;
         let poll = PollContext::new()?;
         poll.add(self.io.exit.event(), GUEST)?;
-        poll.add(&signals.0, SIGNAL)?;
         if let Some(device) = &self.size.device {
             poll.add(device.progress(), MEMORY)?;
         }
@@ -193,7 +173,6 @@ impl Vm {
                             return self.guest_ended(exit);
                         }
                     }
-                    SIGNAL => return Ok(()),
                     MEMORY | BALLOON => self.report_memory(),
                     CONTROL => self.control.accept(&poll),
                     client => self.control.receive(client),

@@ -64,6 +64,7 @@ const LAST_STATUS: u32 = 255;
 
 /// signal(7).
 pub(crate) const SIGKILL: u32 = 9;
+pub(crate) const SIGTERM: u32 = 15;
 
 /// A call to the agent that failed.
 #[derive(Debug, thiserror::Error)]

@@ -34,7 +34,10 @@ use tokio::{
 };
 
 use crate::{
-    guest::{agent::SIGKILL, stats},
+    guest::{
+        agent::{SIGKILL, SIGTERM},
+        stats,
+    },
     host::{
         blocking,
         hooks::{Hooks, POSTSTOP},
@@ -438,6 +441,25 @@ impl Pod {
     async fn end_vm(&self) {
         self.0.vm.power_off().await;
         join_all(self.all().iter().map(|container| container.release())).await;
+    }
+
+    /// Signals the programs that run as a host does that shuts down, and waits for their ends. Pause holds what they
+    /// share and has nothing to lose, so it is left out. Nothing is created any more.
+    pub(crate) async fn terminate(&self, within: Duration) {
+        self.0.stopping.store(true, Ordering::Relaxed);
+        let end = async |container: &Arc<Container>| match container.kill(SIGTERM, true).await {
+            Ok(()) => drop(container.init.wait().await),
+            // It does not run.
+            Err(TaskError::Refused(_)) => {}
+            Err(error) => {
+                tracing::warn!(container = container.id, error = chain(&error), "cannot signal the container")
+            }
+        };
+        let mut all = self.all();
+        all.retain(|container| container.role != Role::Sandbox && container.init.status() == Status::Running);
+        if timeout(within, join_all(all.iter().map(end))).await.is_err() {
+            tracing::warn!("not all programs of the pod have ended");
+        }
     }
 
     /// Ends whatever there is, including creations under way, and leaves nothing.

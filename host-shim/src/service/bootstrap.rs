@@ -82,7 +82,8 @@ pub(crate) fn socket_path(args: &Args) -> PathBuf {
     socket_of(args, &args.id)
 }
 
-fn socket_of(args: &Args, sandbox_id: &str) -> PathBuf {
+/// The same of the pod that a container is in.
+pub(super) fn socket_of(args: &Args, sandbox_id: &str) -> PathBuf {
     let digest = Sha256::digest(format!("{}/{}/{}", args.address, args.namespace, sandbox_id));
     Path::new(SOCKETS).join(format!("{digest:x}"))
 }

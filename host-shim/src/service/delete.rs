@@ -32,9 +32,15 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-use containerd_shim_protos::api;
+use containerd_shim_protos::{
+    api,
+    shim_async::{Client, TaskClient},
+};
+use tokio::time::timeout;
+use ttrpc::{Code, asynchronous::transport::Socket, context::with_duration};
 
 use crate::{
+    guest::agent::SIGKILL,
     host::{
         journal::UndoError,
         placeholder_process::PROGRAM,
@@ -46,7 +52,7 @@ use crate::{
     pod::{container_role::Role, create_request},
     service::{
         args::Args,
-        bootstrap::{SELF, socket_path},
+        bootstrap::{SELF, socket_of, socket_path},
         undo,
     },
     types::{
@@ -152,19 +158,52 @@ fn path_of(args: &Args, id: &str) -> PathBuf {
     state_dir::path_of(Path::new(STATE_ROOT), &args.address, &args.namespace, id)
 }
 
-/// A container that shares the shim of its pod ends when the pod's `delete` kills the VMM. containerd may ask for this
-/// container first.
+/// Ends a container that shares the shim of its pod. If that shim is dead, containerd may ask for this container before
+/// it asks for the pod.
 fn end_member(args: &Args) -> Result<(), DeleteError> {
     // If the spec cannot be read, this was no container of a pod.
-    if let Ok(Role::Member { sandbox_id }) = create_request::role(&args.namespace, Path::new(".")) {
-        let path = path_of(args, &sandbox_id);
-        let processes = PodProcesses::of(&path)?;
-        // containerd also deletes a container of a pod that keeps running.
-        if processes.have_lost_their_shim() {
-            processes.kill(&path)?;
-        }
+    let Ok(Role::Member { sandbox_id }) = create_request::role(&args.namespace, Path::new(".")) else {
+        return Ok(());
+    };
+    let path = path_of(args, &sandbox_id);
+    let processes = PodProcesses::of(&path)?;
+    if processes.have_lost_their_shim() {
+        processes.kill(&path)?;
+    } else if let Err(error) = delete_by_shim(&socket_of(args, &sandbox_id), &args.id) {
+        tracing::warn!(sandbox_id, error = chain(&error), "the pod's shim has not deleted the container");
     }
     Ok(())
+}
+
+/// Has the living shim of a pod delete a container that containerd has lost: it was restarted while the shim created
+/// the container. What the shim has begun goes on if it is not done in time.
+fn delete_by_shim(socket: &Path, id: &str) -> io::Result<()> {
+    let within = WITHIN.saturating_sub(age());
+    let deleted = async {
+        let client =
+            TaskClient::new(Client::new(Socket::new(tokio::net::UnixStream::connect(socket).await?)));
+        let delete = api::DeleteRequest { id: id.into(), ..Default::default() };
+        match client.delete(with_duration(within), &delete).await {
+            Err(ttrpc::Error::RpcStatus(status)) if status.code() == Code::FAILED_PRECONDITION => {}
+            answer => return found(answer),
+        }
+        let kill = api::KillRequest { id: id.into(), signal: SIGKILL, all: true, ..Default::default() };
+        found(client.kill(with_duration(within), &kill).await)?;
+        let wait = api::WaitRequest { id: id.into(), ..Default::default() };
+        found(client.wait(with_duration(within), &wait).await)?;
+        found(client.delete(with_duration(within), &delete).await)
+    };
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    runtime.block_on(async { timeout(within, deleted).await? })
+}
+
+/// It is no error if the container is gone.
+fn found<T>(answer: ttrpc::Result<T>) -> io::Result<()> {
+    match answer {
+        Ok(_) => Ok(()),
+        Err(ttrpc::Error::RpcStatus(status)) if status.code() == Code::NOT_FOUND => Ok(()),
+        Err(error) => Err(io::Error::other(error)),
+    }
 }
 
 /// Runs the process that undoes the pod, and passes on what it logs. It has neither stream of this process: containerd

@@ -15,7 +15,7 @@ use rustix::{
     thread::set_name,
 };
 use tokio::{
-    signal::unix::{SignalKind, signal},
+    signal::unix::{Signal, SignalKind, signal},
     sync::watch,
 };
 use ttrpc::r#async::{Server, transport::Listener};
@@ -44,6 +44,10 @@ const LAST_EVENTS: Duration = Duration::from_secs(3);
 /// How long the last answers may take to leave.
 const LAST_ANSWERS: Duration = Duration::from_millis(50);
 
+/// How long programs may take to end after SIGTERM. Then the guest may take a minute to write back its data. systemd
+/// kills whatever is left 90 s after it has sent SIGTERM (`DefaultTimeoutStopSec`, systemd-system.conf(5)).
+const PROGRAMS: Duration = Duration::from_secs(20);
+
 /// How often a shim without containers looks whether its bundle still exists.
 const LOOK: Duration = Duration::from_secs(10);
 
@@ -64,7 +68,8 @@ pub(crate) enum ServeError {
     Serve(#[source] ttrpc::Error),
 }
 
-/// Serves until containerd says Shutdown, a signal to end comes, or nobody needs the shim.
+/// Serves until containerd says Shutdown, nobody needs the shim, or a signal comes: SIGINT ends the pod at once, and
+/// SIGTERM gives its programs time to end.
 pub(crate) fn serve(args: &Args) -> Result<(), ServeError> {
     raise_open_files();
     // The kernel has named it `exe`, after the path by which it was executed. Nothing depends on the name.
@@ -142,7 +147,7 @@ async fn run(
 
     let end = tokio::select! {
         _ = is_done.wait_for(|done| *done) => "Shutdown",
-        _ = terminate.recv() => "SIGTERM",
+        () = terminated(&mut terminate, &pod) => "SIGTERM",
         _ = interrupt.recv() => "SIGINT",
         () = is_forgotten(bundle, LOOK, || pod.is_empty()) => "containerd has removed the bundle",
     };
@@ -153,6 +158,14 @@ async fn run(
     // Pending answers are sent, such as those to clients that wait for the end of a process.
     drop(tokio::time::timeout(LAST_ANSWERS, server.disconnect()).await);
     Ok(())
+}
+
+/// Waits for SIGTERM, which a host that shuts down sends to every process, and then until the programs of the pod have
+/// ended.
+async fn terminated(terminate: &mut Signal, pod: &Pod) {
+    terminate.recv().await;
+    tracing::info!("SIGTERM: the programs of the pod have {} s to end", PROGRAMS.as_secs());
+    pod.terminate(PROGRAMS).await;
 }
 
 /// Waits until containerd has forgotten this shim: it has removed the bundle, and there is no container. If containerd

@@ -24,6 +24,13 @@ impl Frozen {
         Self::of("bulkhead-vmm", task)
     }
 
+    /// The VMM of a pod.
+    pub(crate) fn vm_of_pod(id: &str) -> Result<Self> {
+        let mut frozen = Self { processes: Vec::new() };
+        frozen.stop("bulkhead-vmm", id)?;
+        Ok(frozen)
+    }
+
     /// The one process of this program and task.
     pub(crate) fn of(program: &str, task: &Task<'_>) -> Result<Self> {
         Self::all_of(&[program], task)
@@ -33,12 +40,16 @@ impl Frozen {
     pub(crate) fn all_of(programs: &[&str], task: &Task<'_>) -> Result<Self> {
         let mut frozen = Self { processes: Vec::new() };
         for program in programs {
-            let pid = i32::try_from(the_process_of(program, task.id())?).context("a pid")?;
-            let process = Pid::from_raw(pid);
-            kill(process, Signal::SIGSTOP).with_context(|| format!("cannot stop {program}"))?;
-            frozen.processes.push(process);
+            frozen.stop(program, task.id())?;
         }
         Ok(frozen)
+    }
+
+    fn stop(&mut self, program: &str, id: &str) -> Result<()> {
+        let process = Pid::from_raw(i32::try_from(the_process_of(program, id)?).context("a pid")?);
+        kill(process, Signal::SIGSTOP).with_context(|| format!("cannot stop {program}"))?;
+        self.processes.push(process);
+        Ok(())
     }
 }
 

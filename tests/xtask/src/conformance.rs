@@ -363,10 +363,9 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "its processes are in those; systemd does not start with others",
     ),
     (
-        "pods that still run when the host shuts down, without kubelet's graceful node shutdown: systemd sends SIGTERM \
-         to shim and VMM at the same time, and the VM ends at once. Programs get no SIGTERM, and what they have not \
-         synced on disks in the guest is lost",
-        "not built yet: the shim should end the programs first. Drain the node, or stop its containers, before that",
+        "programs that still run when the host shuts down, without kubelet's graceful node shutdown: they have 20 s \
+         from SIGTERM on; on runc as long as systemd waits, mostly 90 s",
+        "the guest may take another minute to write back its disks before systemd kills everything",
     ),
     (
         "images of another architecture (`docker run --platform linux/arm64`) on a host that has registered an emulator \

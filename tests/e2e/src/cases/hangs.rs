@@ -10,16 +10,16 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use anyhow::{Context, Result, bail, ensure};
 use containerd_shim_protos::types::task::Status;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::signal::Signal;
 
 mod disk;
 mod files;
 mod slow_syncs;
 
 use super::Case;
-use super::jail::Vmm;
+use super::jail::{Vmm, stop_vmm};
+use super::templates::state_dir;
 use crate::command::{Cmd, Size, wait_until};
-use crate::ctr::{Host, Runtime};
+use crate::ctr::{Host, NAMESPACE, Runtime};
 use crate::fixtures::scratch;
 use crate::shim::{Shim, granted, refused};
 use crate::stuck::{Frozen, Hung};
@@ -183,7 +183,7 @@ fn vmm_with_hung_files(host: &Host) -> Result<()> {
     wait_until("the thread that serves files to be stuck", limit, is_stuck)?;
     // It would kill a VMM that has lost its agent, and shall see how this one ends by itself.
     let shim = Frozen::of(Runtime::Bulkhead.shim(), &task)?;
-    vmm.signal(Signal::SIGTERM)?;
+    stop_vmm(&state_dir(NAMESPACE, task.id())?.join("control.sock"))?;
     wait_until("the VMM to end", limit, || Ok(vmm.has_ended()))?;
     drop(shim);
     task.ends(137)

@@ -1,8 +1,6 @@
 //! A guest that does to its devices what no driver does: it can hurt only itself.
 
 use std::fs;
-use std::io::{Read, Write};
-use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, SystemTime};
@@ -12,7 +10,7 @@ use bulkhead_vmm_api::Transport;
 
 use super::Case;
 use super::hangs::journal;
-use super::jail::Vmm;
+use super::jail::{Vmm, stop_vmm};
 use super::templates::state_dir;
 use crate::command::{contains, wait_until};
 use crate::ctr::{Host, NAMESPACE, SETTLES, Task};
@@ -121,7 +119,7 @@ fn play(host: &Host, configuration: &str, neighbour: &Task<'_>) -> Result<()> {
     );
     let console = fs::metadata(vm.file("console/console.log"))?.len();
     ensure!(console <= LARGEST_CONSOLE, "expected  a console of 4 MiB at most\ncame      {console} bytes");
-    vm.stop()?;
+    stop_vmm(&vm.file("control.sock"))?;
     let finished = attached.finish()?;
     finished.fails_with("the VM ended: ")?.says_one_line()?;
     let log = journal(since)?;
@@ -174,15 +172,5 @@ impl HostileVm {
         let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
         let number = line.and_then(|line| line.split_whitespace().next()).context("no VmHWM")?;
         Ok(number.parse()?)
-    }
-
-    /// Asks it, by its control socket, to end; it answers.
-    fn stop(&self) -> Result<()> {
-        let mut socket = UnixStream::connect(self.file("control.sock")).context("no control socket")?;
-        socket.write_all(b"{\"op\":\"stop\"}\n")?;
-        let mut answer = String::new();
-        socket.read_to_string(&mut answer)?;
-        ensure!(answer.contains("\"ok\""), "expected  ok\ncame      {answer:?}");
-        Ok(())
     }
 }

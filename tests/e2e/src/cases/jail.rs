@@ -1,13 +1,14 @@
 //! What the VMM's process can do, should its guest take it over: seen from outside, while its guest is at work.
 
 use std::fs;
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 use nix::errno::Errno;
 use nix::libc;
 use nix::sys::ptrace;
-use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
 
@@ -73,11 +74,6 @@ impl Vmm {
         }
     }
 
-    /// Sends it a signal.
-    pub(super) fn signal(&self, signal: Signal) -> Result<()> {
-        kill(Pid::from_raw(self.pid.cast_signed()), signal).context("cannot send a signal to the VMM")
-    }
-
     /// Its threads, but for those that KVM has in the process, which never leave the host's kernel.
     pub(super) fn threads(&self) -> Result<Vec<Thread>> {
         let tasks = fs::read_dir(format!("/proc/{}/task", self.pid)).context("the VMM has no threads")?;
@@ -107,6 +103,16 @@ impl Thread {
         ensure!(came == expected, "expected  {field} {expected} of thread {}\ncame      {came}", self.name);
         Ok(())
     }
+}
+
+/// Asks a VMM, by its control socket, to end; it answers.
+pub(super) fn stop_vmm(control: &Path) -> Result<()> {
+    let mut socket = UnixStream::connect(control).context("no control socket")?;
+    socket.write_all(b"{\"op\":\"stop\"}\n")?;
+    let mut answer = String::new();
+    socket.read_to_string(&mut answer)?;
+    ensure!(answer.contains("\"ok\""), "expected  ok\ncame      {answer:?}");
+    Ok(())
 }
 
 fn gains_nothing(host: &Host) -> Result<()> {

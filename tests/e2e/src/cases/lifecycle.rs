@@ -1,14 +1,21 @@
 //! A container's life: it starts, it ends with a status, it is killed, and containerd knows.
 
-use std::time::SystemTime;
+use std::fs;
+use std::path::Path;
+use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, Result, ensure};
+use nix::sys::signal::{Signal, kill};
 use nix::sys::utsname::uname;
+use nix::unistd::Pid;
 
 use super::Case;
-use crate::command::{Cmd, Finished};
+use crate::command::{Cmd, Finished, wait_until};
 use crate::ctr::{Host, Runtime};
 use crate::events::Events;
+use crate::fixtures::scratch;
+use crate::shim::{Shim, granted};
+use crate::snapshot::the_process_of;
 
 pub(super) const CASES: &[Case] = &[
     Case::both("a_container_runs_on_the_kernel_its_runtime_promises", kernel),
@@ -28,6 +35,7 @@ pub(super) const CASES: &[Case] = &[
     Case::both("events_tell_the_life_in_order", events_in_order),
     Case::both("two_containers_at_once_live_in_separate_worlds", separate_worlds),
     Case::both("a_container_outlives_containerd", outlives_containerd),
+    Case::both("programs_may_end_by_themselves_when_the_host_shuts_down", host_shuts_down),
 ];
 
 fn kernel(host: &Host) -> Result<()> {
@@ -216,4 +224,34 @@ fn outlives_containerd(host: &Host) -> Result<()> {
     task.wait_for_state("RUNNING")?;
     task.kill("SIGTERM")?;
     task.ends(8)
+}
+
+/// systemd sends SIGTERM to all processes then.
+fn host_shuts_down(host: &Host) -> Result<()> {
+    let volume = scratch()?;
+    let script =
+        "trap 'sleep 1; echo ended >/vol/end; exit' TERM; touch /vol/ready; while :; do sleep 0.1; done";
+    let container = host.container().flags(["--null-io"]).bind(volume.path(), "/vol", "rbind:rw");
+    let task = container.detach(&["sh", "-c", script])?;
+    let patience = host.patience(Duration::from_secs(10));
+    wait_until("the program to run", patience, || Ok(volume.path().join("ready").exists()))?;
+    // The container's init, or the VMM, and then the shim.
+    let first = granted(Shim::of(host, task.id())?.state(""))?.pid;
+    let pids = [first, the_process_of(host.runtime().shim(), task.id())?];
+    let without_containerd = || {
+        for pid in pids {
+            kill(Pid::from_raw(pid.cast_signed()), Signal::SIGTERM).context("cannot send SIGTERM")?;
+        }
+        wait_until("the end of all processes", patience, || {
+            Ok(!pids.iter().any(|pid| Path::new(&format!("/proc/{pid}")).exists()))
+        })
+    };
+    // It ends first. Otherwise it would kill a container whose shim has ended.
+    Cmd::new("systemctl").args(["stop", "containerd"]).run()?.succeeds()?;
+    let ended = without_containerd();
+    Cmd::new("systemctl").args(["start", "containerd"]).run()?.succeeds()?;
+    ended?;
+    let end = fs::read_to_string(volume.path().join("end")).context("the program could not end by itself")?;
+    ensure!(end == "ended\n", "expected  ended\ncame      {end:?}");
+    task.remove_container()
 }

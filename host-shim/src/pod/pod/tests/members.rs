@@ -301,6 +301,27 @@ async fn stop_sandbox_waits_for_its_containers_and_is_repeatable() {
 }
 
 #[tokio::test]
+async fn programs_may_end_by_themselves_when_the_host_shuts_down() {
+    let story = Story::pod().await;
+    let fifo = story.dir.path().join("one.fifo");
+    mkfifo(&fifo, Mode::from_bits_truncate(0o600)).unwrap();
+    let mut client = BufReader::new(pipe::OpenOptions::new().open_receiver(&fifo).unwrap()).lines();
+    let args = ["sh", "-c", "trap 'exit 5' TERM; echo ready; while :; do sleep 0.01; done"];
+    story.add_with_output("one", &args, &fifo).await.unwrap();
+    story.pod.container("one").unwrap().start().await.unwrap();
+    story.run("two", &["sleep", "1000"]).await;
+    assert_eq!(timeout(WAIT, client.next_line()).await.unwrap().unwrap().unwrap(), "ready");
+    let status = |id: &str| story.pod.container(id).unwrap().init.status();
+    // The init of a pid namespace ignores the signal if it has no handler.
+    story.pod.terminate(Duration::from_millis(500)).await;
+    assert_eq!((story.wait("one").await, status("two")), (5, Status::Running));
+    assert_eq!(story.status(), Status::Running, "pause stays");
+    let late = story.add("three", &["true"]).await.unwrap_err();
+    assert!(matches!(late, TaskError::Cancelled), "{late}");
+    timeout(WAIT, story.pod.stop()).await.unwrap();
+}
+
+#[tokio::test]
 async fn the_output_of_all_containers_drains_at_the_same_time() {
     let story = Story::pod().await;
     let mut clients = Vec::new();

@@ -1,15 +1,18 @@
 //! The life of pods and their containers: each has its states, and only pause ends a pod.
 
+use std::thread;
 use std::time::Duration;
 
-use anyhow::{Result, ensure};
+use anyhow::{Result, bail, ensure};
 
 use super::super::Case;
+use super::super::templates::state_dir;
 use crate::command::wait_until;
-use crate::cri::messages::*;
-use crate::ctr::Host;
+use crate::cri::{self, messages::*};
+use crate::ctr::{Host, SETTLES};
 use crate::fixtures::{at_once, scratch};
 use crate::pods::{Container, Pod};
+use crate::stuck::Frozen;
 
 pub(in crate::cases) const CASES: &[Case] = &[
     Case::both("a_pod_is_ready_then_not_ready_then_gone", pod_states),
@@ -30,6 +33,7 @@ pub(in crate::cases) const CASES: &[Case] = &[
     Case::both("three_pods_at_once_live_in_separate_worlds", three_at_once),
     Case::both("a_pod_outlives_containerd", outlives_containerd),
     Case::both("an_exit_while_containerd_is_down_is_reported_when_it_is_back", exit_unseen),
+    Case::bulkhead("a_container_that_starts_while_containerd_is_restarted_is_not_left_behind", start_unseen),
 ];
 
 /// Runs until it is told to stop, and then ends with 3.
@@ -295,4 +299,27 @@ pub(super) fn exit_unseen(host: &Host) -> Result<()> {
     // With no process left of it, containerd asks nobody for its status, and makes one up.
     ends.wait()?;
     stays.is(ContainerState::Running)
+}
+
+/// containerd does not find the container when it is back, and asks for its deletion. Its creation has not ended yet.
+fn start_unseen(host: &Host) -> Result<()> {
+    let pods = host.pods()?;
+    let pod = Pod::start(host)?;
+    let container = pod.container().create(&["sleep", "1000"])?;
+    let files = state_dir(cri::NAMESPACE, pod.id())?.join("share").join(container.id());
+    let stands_still = Frozen::vm_of_pod(pod.id())?;
+    thread::scope(|scope| {
+        let start = scope.spawn(|| container.start());
+        wait_until("the files of the container", host.patience(SETTLES), || Ok(files.exists()))?;
+        pods.while_containerd_is_down(|| Ok(()))?;
+        match start.join() {
+            Ok(started) => ensure!(started.is_err(), "expected  no answer to the start\ncame      one"),
+            Err(_) => bail!("the thread that starts the container panicked"),
+        }
+        Ok(())
+    })?;
+    drop(stands_still);
+    wait_until("the end of the container that is unknown", host.patience(SETTLES), || Ok(!files.exists()))?;
+    pod.container().run(&["true"])?.exits(0)?;
+    Ok(())
 }
