@@ -33,6 +33,11 @@ impl CgroupChanges {
         Self { cgroup: Arc::new(cgroup), turn: Arc::default(), pending, pod_id: pod_id.to_owned() }
     }
 
+    /// The cgroup, for what never blocks: reading a limit, or which controllers there are.
+    pub(crate) fn now(&self) -> &Cgroup {
+        &self.cgroup
+    }
+
     /// Makes a change. If it fails, `put_back` is called. If it is late, the caller gets an error, and `put_back` is
     /// called when it has ended. Until then no other change begins.
     pub(crate) async fn change<T: Send + 'static>(

@@ -153,6 +153,15 @@ pub(crate) fn unlimit_memory(cgroup: &Cgroup) -> Result<(), CgroupError> {
 
 /// Sets the CPU limit, which would slow down the boot.
 pub(crate) fn limit_cpu(cgroup: &Cgroup, cpu: &Cpu) -> Result<(), CgroupError> {
+    apply(cgroup, &cpu_settings(cpu))
+}
+
+/// Whether these are limits of processor time.
+pub(crate) fn limits_cpu(cpu: &Cpu) -> bool {
+    !cpu_settings(cpu).is_empty()
+}
+
+fn cpu_settings(cpu: &Cpu) -> Vec<Setting> {
     let mut settings = Vec::new();
     if let Some(idle) = cpu.idle {
         settings.push(Setting::same("cpu", "cpu.idle", &idle.to_string()));
@@ -169,7 +178,7 @@ pub(crate) fn limit_cpu(cgroup: &Cgroup, cpu: &Cpu) -> Result<(), CgroupError> {
     }
     let period = cpu.period.filter(|period| *period > 0).unwrap_or(PERIOD);
     let quota = match cpu.quota {
-        None | Some(0) => return apply(cgroup, &settings),
+        None | Some(0) => return settings,
         Some(quota) if quota < 0 => None,
         Some(quota) => Some(quota.saturating_add(i64::try_from(period).unwrap_or(i64::MAX) / DEVICES_SHARE)),
     };
@@ -203,7 +212,26 @@ pub(crate) fn limit_cpu(cgroup: &Cgroup, cpu: &Cpu) -> Result<(), CgroupError> {
     if let Some(microseconds) = cpu.burst.filter(|burst| *burst > 0) {
         settings.push(burst(&microseconds.to_string()));
     }
-    apply(cgroup, &settings)
+    settings
+}
+
+/// Those of these controllers that the cgroup does not have any more. Another manager of cgroups can disable a
+/// controller of v2 for a cgroup, and its limits are gone then.
+pub(crate) fn lost(
+    cgroup: &Cgroup,
+    controllers: impl Iterator<Item = &'static str>,
+) -> Result<Vec<&'static str>, CgroupError> {
+    let mut lost = Vec::new();
+    for controller in controllers {
+        let unified = cgroup.with_controller(controller).filter(|directory| directory.is_unified);
+        let Some(directory) = unified else { continue };
+        let path = directory.path.join("cgroup.controllers");
+        let present = fs::read_to_string(&path).map_err(|source| CgroupError::Read { path, source })?;
+        if !present.split_whitespace().any(|name| name == controller) {
+            lost.push(controller);
+        }
+    }
+    Ok(lost)
 }
 
 fn apply(cgroup: &Cgroup, settings: &[Setting]) -> Result<(), CgroupError> {

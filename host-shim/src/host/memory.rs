@@ -74,6 +74,14 @@ impl Above {
     }
 }
 
+/// The lowest memory limit of the cgroups above this one, bytes. None: they have none.
+pub(crate) fn limit_above(cgroup: &Cgroup) -> Result<Option<u64>, CgroupError> {
+    let Some(directory) = cgroup.with_controller("memory") else { return Ok(None) };
+    let files = if directory.is_unified { &V2 } else { &V1 };
+    let limits = directory.above().map(|path| files.limit(path, files.limit));
+    Ok(limits.collect::<Result<Vec<_>, _>>()?.into_iter().flatten().min())
+}
+
 impl Files {
     fn limit(&self, cgroup: &Path, file: &str) -> Result<Option<u64>, CgroupError> {
         limit_of(&cgroup.join(file))

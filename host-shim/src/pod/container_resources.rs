@@ -273,9 +273,8 @@ impl Container {
             return Err(error);
         }
         if let (Some(before), Some(new)) = (before.memory, new.memory)
-            && new < before
-            && let shrunk = by(deadline, pod.shrink_memory(&self.guest, before - new))
-            && let Err(error) = self.guest.run(shrunk).await
+            && let followed = by(deadline, pod.follow_update(&self.guest, before, new))
+            && let Err(error) = self.guest.run(followed).await
         {
             // The update is made: the container has its new limit.
             tracing::warn!(

@@ -7,6 +7,7 @@ mod disks;
 mod host_reads;
 mod host_resources;
 mod host_sockets;
+mod host_watch;
 mod memory_demand;
 mod memory_size;
 mod network;
@@ -30,6 +31,7 @@ pub(crate) use volume_copies::{Followed as FollowedVolume, VolumeCopies};
 
 use std::{
     collections::HashMap,
+    iter,
     path::{Path, PathBuf},
     sync::{
         Arc, Mutex,
@@ -71,8 +73,11 @@ const POWER_OFF: Duration = Duration::from_secs(5);
 /// The same if it writes to disks: then it has data that nobody else has.
 const POWER_OFF_WITH_DISKS: Duration = Duration::from_secs(60);
 
-/// When a guest is asked again to delete a container: after each of these times, in seconds.
-const ASK_AGAIN: [u64; 6] = [1, 5, 15, 60, 300, 900];
+/// After how long a guest is asked again to give something back: after each of these times, and then after the last one
+/// until it ends. What hangs in it, such as a server of NFS, may come back after a day.
+fn ask_again() -> impl Iterator<Item = Duration> {
+    [1, 5, 15, 60, 300].into_iter().chain(iter::repeat(900)).map(Duration::from_secs)
+}
 
 /// Where a pod is: its names, and the paths of its host.
 #[derive(Debug, Clone)]
@@ -136,7 +141,7 @@ struct Running {
     /// The VM grows on demand while this exists.
     _growth: JoinSet<()>,
     /// The VM follows the host's processors while this exists.
-    _processors: JoinSet<()>,
+    _host_changes: JoinSet<()>,
 }
 
 /// A container that is being created or exists.
@@ -303,10 +308,15 @@ impl PodVm {
         let guest = host.start_vm(plan, self.memory_needs()).await?;
         oom_score::set(guest.vm.process(), plan.oom_score_adj);
         let clock = clock.follow(guest.agent.clone());
-        let (growth, processors) = (self.grow_on_demand(&guest), self.follow_online(&guest));
+        let (growth, host_changes) = (self.grow_on_demand(&guest), self.follow_host(&guest));
         let role = plan.role.clone();
-        let running =
-            Running { guest: guest.clone(), role, _clock: clock, _growth: growth, _processors: processors };
+        let running = Running {
+            guest: guest.clone(),
+            role,
+            _clock: clock,
+            _growth: growth,
+            _host_changes: host_changes,
+        };
         *lock(&self.running) = Some(running);
         self.events.record(PodEvent::VmUp { vm: self.starts.first.record().vm });
         Ok(guest)
@@ -417,8 +427,8 @@ impl PodVm {
         }
         let (pod, guest, id) = (Arc::clone(self), guest.clone(), id.to_owned());
         tokio::spawn(async move {
-            for seconds in ASK_AGAIN {
-                tokio::time::sleep(Duration::from_secs(seconds)).await;
+            for pause in ask_again() {
+                tokio::time::sleep(pause).await;
                 // Another one of this id: the guest has it only after the old one is deleted.
                 if pod.is_registered(&id) {
                     continue;
@@ -427,7 +437,6 @@ impl PodVm {
                     return;
                 }
             }
-            tracing::error!(container = id, "the guest keeps the container until the pod ends");
         });
     }
 

@@ -4,11 +4,7 @@ use std::{borrow::Cow, sync::Arc, time::Duration};
 
 use bulkhead_agent_api::cpu_list;
 use serde_json::Value;
-use tokio::{
-    task::JoinSet,
-    time::{sleep, timeout},
-};
-use tracing::Instrument;
+use tokio::time::timeout;
 
 use super::{PodVm, Registered, host_resources::Fit, lock};
 use crate::{
@@ -20,10 +16,6 @@ use crate::{
 
 /// How long the end of a container waits until the pod has given back its processors. It goes on after that.
 const GIVE_BACK: Duration = Duration::from_secs(1);
-
-/// How often it is looked which processors of the host are online. The kernel does not pin a thread to its processor
-/// again when that comes back.
-const LOOK: Duration = Duration::from_secs(10);
 
 /// Whether the pod's own limit of processor time applies, if there is one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -142,37 +134,28 @@ impl PodVm {
         host.apply_cpu_limits(guest, &limits, &demands).await.and(asked)
     }
 
-    /// Lets the VM follow processors of the host that go offline and come back, until the result is dropped.
-    pub(super) fn follow_online(self: &Arc<Self>, guest: &Guest) -> JoinSet<()> {
-        let (pod, guest) = (Arc::downgrade(self), guest.clone());
-        let follow = async move {
-            loop {
-                sleep(LOOK).await;
-                let Some(pod) = pod.upgrade() else { return };
-                // It is tried again when they change again.
-                if let Err(error) = pod.look_at_online(&guest).await {
-                    tracing::warn!(error = chain(&error), "the VM does not follow the host's processors");
-                }
-            }
-        };
-        let mut tasks = JoinSet::new();
-        tasks.spawn(follow.in_current_span());
-        tasks
-    }
-
-    async fn look_at_online(&self, guest: &Guest) -> Result<(), TaskError> {
+    /// Lets the VM follow processors of the host that have gone offline or come back. The kernel does not pin a thread
+    /// to its processor again when that comes back.
+    pub(super) async fn follow_online(&self, guest: &Guest) -> Result<(), TaskError> {
         // Other threads run on whatever is online.
         if !self.cpu_limits().iter().any(Cpu::has_set) {
             return Ok(());
         }
         match self.host.lock().await.as_mut() {
-            Some(host) if host.usable_processors()? != host.vcpus.host => {
+            Some(host) if host.cpuset.is_none() || host.usable_processors()? != host.vcpus.host => {
                 // v1 removes a processor that goes offline from the cpusets.
                 host.cpuset = None;
             }
             _ => return Ok(()),
         }
-        self.follow_on_host(guest).await
+        let followed = self.follow_on_host(guest).await;
+        if followed.is_err()
+            && let Some(host) = self.host.lock().await.as_mut()
+        {
+            // So that the next look tries again, although the same processors are online.
+            host.cpuset = None;
+        }
+        followed
     }
 
     async fn follow_on_host(&self, guest: &Guest) -> Result<(), TaskError> {

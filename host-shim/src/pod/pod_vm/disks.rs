@@ -23,7 +23,7 @@ use crate::{
     },
     pod::{
         devices::{Disk, Numbers},
-        pod_vm::{ASK_AGAIN, PodVm},
+        pod_vm::{PodVm, ask_again},
     },
     process::{
         error::{DiskError, TaskError},
@@ -195,8 +195,8 @@ impl PodVm {
 /// Tries again to free the place of a disk. Otherwise the place would be lost until the pod ends. It helps if the disk
 /// hangs: the driver in the guest releases it when the disk answers again.
 async fn free_place(guest: Guest, serial: String) {
-    for seconds in ASK_AGAIN {
-        tokio::time::sleep(Duration::from_secs(seconds)).await;
+    for pause in ask_again() {
+        tokio::time::sleep(pause).await;
         if guest.vm.has_exited() {
             return;
         }
@@ -210,7 +210,6 @@ async fn free_place(guest: Guest, serial: String) {
             }
         }
     }
-    tracing::error!(disk = serial, "a place for disks is lost until the pod ends");
 }
 
 /// Has the VMM attach a device, and the guest find it, unless they have done so.

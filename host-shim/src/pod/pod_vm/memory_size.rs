@@ -5,11 +5,13 @@
 //! VMM, and all containers with it. So the VM gets as much as the cgroup allows. Then the guest kills a process that
 //! takes too much.
 
-use std::sync::atomic::Ordering;
+use std::{sync::atomic::Ordering, time::Duration};
+
+use tokio::time::Instant;
 
 use super::{PodVm, Registered, host_resources::HostResources, lock};
 use crate::{
-    host::memory::Above,
+    host::memory::{self, Above},
     process::{error::TaskError, running_guest::Guest},
     vm::memory::Needs,
 };
@@ -23,32 +25,96 @@ pub(crate) struct MemoryLimits {
     pub(crate) huge_pages: u64,
 }
 
+/// How long after an update kubelet may take to change the limit of the pod's cgroup.
+const KUBELET: Duration = Duration::from_secs(60);
+
+/// The lowest memory limit of the cgroups above the pod's, bytes.
+///
+/// kubelet resizes a pod by one update for each container, and then changes the limit of the pod's cgroup by the sum.
+/// The shim does not hear of that. By then the VM must be as small as the new limit, or the host would kill the VMM. So
+/// the shim expects that limit from the updates on.
+#[derive(Debug, Default)]
+pub(super) struct LimitAbove {
+    /// The limit that the VM's size was made for. None: not looked at yet.
+    followed: Option<Option<u64>>,
+    expected: Option<ExpectedFall>,
+}
+
+/// By how much a limit is about to be lowered.
+#[derive(Debug)]
+struct ExpectedFall {
+    /// The limit before.
+    limit: u64,
+    bytes: u64,
+    /// When the last update was made.
+    since: Instant,
+}
+
+impl LimitAbove {
+    /// A container's limit was changed while the limit above was `limit`.
+    fn expect(&mut self, limit: u64, before: u64, new: u64, now: Instant) {
+        let fall = limit - self.about_to_be(limit, now);
+        let bytes = fall.saturating_add(before).saturating_sub(new);
+        self.expected = Some(ExpectedFall { limit, bytes, since: now });
+    }
+
+    /// What `limit` is about to be.
+    fn about_to_be(&self, limit: u64, now: Instant) -> u64 {
+        let is_due = |expected: &&ExpectedFall| expected.limit == limit && now < expected.since + KUBELET;
+        let fall = self.expected.as_ref().filter(is_due).map_or(0, |expected| expected.bytes);
+        limit.saturating_sub(fall)
+    }
+
+    /// Whether the VM's size is to be made for `limit` now: it has changed, or did not as it was expected to.
+    pub(super) fn has_changed(&self, limit: Option<u64>, now: Instant) -> bool {
+        let is_over = |expected: &ExpectedFall| now >= expected.since + KUBELET;
+        self.followed != Some(limit) || self.expected.as_ref().is_some_and(is_over)
+    }
+
+    /// The VM's size was made for `limit`.
+    pub(super) fn is_followed(&mut self, limit: Option<u64>, now: Instant) {
+        self.followed = Some(limit);
+        self.expected.take_if(|expected| Some(expected.limit) != limit || now >= expected.since + KUBELET);
+    }
+}
+
 impl PodVm {
     /// Gives the VM the memory for the limits of its containers, as far as the host's cgroups allow.
     pub(crate) async fn grow_memory(&self, guest: &Guest) -> Result<(), TaskError> {
-        match self.fit_memory(guest, 0).await? {
+        match self.fit_memory(guest).await? {
             Some(added_mib) => Ok(guest.agent.follow_memory(added_mib).await?),
             None => Ok(()),
         }
     }
 
-    /// Takes memory from the VM after a limit was lowered by `fallen` bytes. kubelet lowers the limit of the pod's
-    /// cgroup by as much, but later, and the shim does not hear of it.
-    pub(crate) async fn shrink_memory(&self, guest: &Guest, fallen: u64) -> Result<(), TaskError> {
-        // kubelet does not limit the cgroup of a pod with such a container, so it lowers nothing.
-        let fallen = if self.has_unlimited() { 0 } else { fallen };
-        let added_mib = self.fit_memory(guest, fallen).await?;
+    /// Follows a change of a container's memory limit in bytes, after the container has its new one. If it is lower,
+    /// memory is taken from the VM.
+    pub(crate) async fn follow_update(&self, guest: &Guest, before: u64, new: u64) -> Result<(), TaskError> {
+        if let Some(host) = self.host.lock().await.as_mut()
+            && let Some(cgroup) = &host.cgroup
+            && let Some(limit) = memory::limit_above(cgroup.now())?
+        {
+            host.memory_limit.expect(limit, before, new, Instant::now());
+        }
+        if new < before { self.fit_memory_to_limit(guest).await } else { Ok(()) }
+    }
+
+    /// Changes the VM's memory after the limit of the host's cgroups was lowered, or is about to be.
+    pub(super) async fn fit_memory_to_limit(&self, guest: &Guest) -> Result<(), TaskError> {
+        let added_mib = self.fit_memory(guest).await?;
         // Also if nothing is to change now: the guest may have given memory back after an earlier change had no more
         // waited for it.
         Ok(guest.agent.follow_memory(added_mib.unwrap_or(0)).await?)
     }
 
-    /// Changes the VM's memory to what its containers need and the host's cgroups allow. `fallen`: the bytes by which
-    /// the limit of the pod's cgroup is about to be lowered. Returns what the guest has beyond the memory that it began
-    /// with, MiB, if that has changed.
-    async fn fit_memory(&self, guest: &Guest, fallen: u64) -> Result<Option<u32>, TaskError> {
+    /// Changes the VM's memory to what its containers need and the host's cgroups allow. Returns what the guest has
+    /// beyond the memory that it began with, MiB, if that has changed.
+    async fn fit_memory(&self, guest: &Guest) -> Result<Option<u32>, TaskError> {
         let allowed = match self.host.lock().await.as_ref() {
-            Some(host) => host.memory_above().await?.limit.map(|limit| limit.saturating_sub(fallen)),
+            Some(host) => {
+                let limit = host.memory_above().await?.limit;
+                limit.map(|limit| host.memory_limit.about_to_be(limit, Instant::now()))
+            }
             None => return Ok(None),
         };
         Ok(guest.vm.fit_memory(self.memory_needs(), allowed).await?)
@@ -110,5 +176,44 @@ impl HostResources {
             Some(cgroup) => Ok(cgroup.change(Above::of, |_| ()).await?),
             None => Ok(Above::default()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_limit_is_expected_to_fall_by_what_the_updates_of_all_containers_took() {
+        let now = Instant::now();
+        let mut above = LimitAbove::default();
+        assert!(above.has_changed(Some(1000), now));
+        above.is_followed(Some(1000), now);
+        assert!(!above.has_changed(Some(1000), now));
+        above.expect(1000, 300, 200, now);
+        above.expect(1000, 400, 100, now);
+        assert_eq!(above.about_to_be(1000, now), 600);
+        above.expect(1000, 100, 150, now);
+        assert_eq!(above.about_to_be(1000, now), 650);
+        // kubelet has made it what was expected.
+        assert_eq!(above.about_to_be(650, now), 650);
+        assert!(above.has_changed(Some(650), now));
+        above.is_followed(Some(650), now);
+        assert!(!above.has_changed(Some(650), now + 2 * KUBELET));
+        // It rises: nothing is expected to fall below what it is.
+        above.expect(650, 150, 450, now);
+        assert_eq!(above.about_to_be(650, now), 650);
+    }
+
+    #[test]
+    fn a_limit_that_nobody_lowers_is_expected_to_stay_after_a_minute() {
+        let (now, later) = (Instant::now(), Instant::now() + 2 * KUBELET);
+        let mut above = LimitAbove::default();
+        above.is_followed(Some(1000), now);
+        above.expect(1000, 300, 200, now);
+        assert!(!above.has_changed(Some(1000), now) && above.has_changed(Some(1000), later));
+        assert_eq!((above.about_to_be(1000, now), above.about_to_be(1000, later)), (900, 1000));
+        above.is_followed(Some(1000), later);
+        assert!(!above.has_changed(Some(1000), later));
     }
 }

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use super::Case;
-use crate::command::{Finished, wait_until};
+use crate::command::{Cmd, Finished, wait_until};
 use crate::ctr::{Host, Runtime};
 use crate::fixtures::{HugePages, Spec, scratch};
 use crate::probe::{self, Mapped};
@@ -29,6 +29,8 @@ pub(super) const CASES: &[Case] = &[
     Case::bulkhead("an_update_changes_the_number_of_huge_pages", update_huge_pages),
     Case::both("a_cgroup_of_the_systemd_driver_is_a_scope_in_its_slice", systemd_scope),
     Case::bulkhead("the_hosts_cgroup_is_limited_a_little_above_the_container", hosts_cgroup),
+    // runc's scope is a unit of systemd's.
+    Case::bulkhead("limits_that_systemd_takes_away_from_the_hosts_cgroup_come_back", limits_come_back),
     Case::both("parameters_of_the_hosts_kernel_and_its_limit_of_processes_hold", of_host),
     Case::bulkhead("the_guest_keeps_processes_from_containers", kept),
     // On runc it is an error on hosts without such pages.
@@ -36,6 +38,9 @@ pub(super) const CASES: &[Case] = &[
     // runc refuses a weight on a host whose kernel has none, and ignores the others.
     Case::bulkhead("what_the_guest_has_not_is_refused_by_name", refused),
 ];
+
+/// How often the shim looks at the limits of the host, and some more.
+const LOOK: Duration = Duration::from_secs(15);
 
 /// How soon a cgroup goes when its last process has.
 const GOES: Duration = Duration::from_secs(5);
@@ -212,6 +217,45 @@ fn systemd_scope(host: &Host) -> Result<()> {
     wait_until("the scope to be gone", host.patience(GOES), || {
         Ok(hierarchies.iter().all(|directory| !directory.exists()))
     })
+}
+
+/// A slice with an active unit of systemd's, which is stopped when this is dropped.
+struct Slice(String);
+
+impl Slice {
+    fn start(name: &str) -> Result<Self> {
+        systemctl(&["start", name])?;
+        Ok(Self(name.to_owned()))
+    }
+}
+
+impl Drop for Slice {
+    fn drop(&mut self) {
+        // The case has failed or passed by now.
+        _ = systemctl(&["stop", &self.0]);
+    }
+}
+
+fn systemctl(words: &[&str]) -> Result<()> {
+    Cmd::new("systemctl").args(words.iter().copied()).run()?.succeeds()?;
+    Ok(())
+}
+
+/// As when kubelet resizes a pod.
+fn limits_come_back(host: &Host) -> Result<()> {
+    let slice = Slice::start("bulkheade2e.slice")?;
+    let container = host.container();
+    let cgroup = format!("{}:e2e:{}", slice.0, container.id());
+    let limits = ["--memory-limit", "50331648", "--cpus", "0.5", "--cgroup", &cgroup];
+    let task = container.flags(limits).detach(&["sleep", "1000"])?;
+    let pid = granted(Shim::of(host, task.id())?.state(""))?.pid;
+    let limits = hosts_limits(pid)?;
+    systemctl(&["set-property", "--runtime", &slice.0, "MemoryMax=2G"])?;
+    ensure!(hosts_limits(pid).is_err(), "expected  limits that systemd has taken away\ncame      {limits:?}");
+    wait_until("the limits to come back", host.patience(LOOK), || {
+        Ok(hosts_limits(pid).is_ok_and(|found| found == limits))
+    })?;
+    task.dies()
 }
 
 /// The limits of the cgroup of the task's process on the host: memory.max and cpu.max.

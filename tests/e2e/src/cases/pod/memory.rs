@@ -28,6 +28,7 @@ pub(in crate::cases) const CASES: &[Case] = &[
     Case::both("hogs_one_after_another_are_killed_and_the_pod_lives", many_hogs),
     Case::both("a_container_that_fills_its_page_cache_survives", page_cache),
     Case::both("a_pod_whose_limit_is_lowered_returns_its_memory", lowered),
+    Case::both("a_pod_whose_containers_limits_are_all_lowered_returns_their_memory", lowered_together),
     Case::both("a_volume_in_memory_is_charged_to_the_container_that_fills_it", memory_volume),
     Case::both("a_volume_in_memory_of_another_pod_is_the_hosts", volume_of_another),
     Case::both("containers_share_a_volume_of_huge_pages", volume_of_huge_pages),
@@ -181,6 +182,26 @@ fn lowered(host: &Host) -> Result<()> {
     fills(&container, 400)?.succeeds()?;
     fills(&container, 600)?.exits(137)?;
     unharmed(&container)?;
+    host_has_killed_nothing(host, &pod)?;
+    pod.remove()
+}
+
+/// kubelet updates all containers, and lowers the pod's limit by the sum after that.
+fn lowered_together(host: &Host) -> Result<()> {
+    let pod = pod_for(host, 3 * 384)?;
+    let start = |_| pod.container().memory_limit(384).start(&["sleep", "1000"]);
+    let containers = (0..3).map(start).collect::<Result<Vec<_>>>()?;
+    for container in &containers {
+        fills(container, 350)?.succeeds()?;
+    }
+    for container in &containers {
+        container.update(limited(128))?;
+    }
+    limit_pod(&pod, 3 * 128 + overhead()?)?;
+    for container in &containers {
+        fills(container, 100)?.succeeds()?;
+        unharmed(container)?;
+    }
     host_has_killed_nothing(host, &pod)?;
     pod.remove()
 }
