@@ -363,6 +363,26 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "its processes are in those; systemd does not start with others",
     ),
     (
+        "an `emptyDir` volume with the medium `Memory` when kubelet makes a new sandbox for the pod, for example after the \
+         VM has crashed: it is empty",
+        "its files were in the memory of the VM",
+    ),
+    (
+        "a container whose root is a snapshot and that uses more than about 100,000 files of it: a file that is open, or \
+         that a running program has mapped, can be forgotten if 65,000 others were read since. Reads fail with ESTALE, \
+         a page that is not in memory with SIGBUS, and what a shared mapping has changed is lost",
+        "the file server keeps a limited number of files; such a root needs no request to open a file, so the server does \
+         not know which ones are open",
+    ),
+    (
+        "an XDP program in native mode (`ip link set dev eth0 xdp ...`): EOPNOTSUPP. The generic mode works (`xdpgeneric`)",
+        "the guest's driver attaches none while packets of many segments are on",
+    ),
+    (
+        "a user of a container writes to the last 5 % of an ext4 volume, which the host keeps for root",
+        "the file server writes as root of the host",
+    ),
+    (
         "programs that still run when the host shuts down, without kubelet's graceful node shutdown: they have 20 s \
          from SIGTERM on; on runc as long as systemd waits, mostly 90 s",
         "the guest may take another minute to write back its disks before systemd kills everything",

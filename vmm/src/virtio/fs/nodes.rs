@@ -240,12 +240,30 @@ impl Nodes {
     }
 
     fn number_of_device(&mut self, device: u64) -> u64 {
-        let next = self.devices.len() as u64;
         match self.devices.get(&device) {
-            Some(index) => *index,
-            None if self.devices.len() < MOST_DEVICES => *self.devices.entry(device).or_insert(next),
-            None => next,
+            Some(number) => *number,
+            None if self.devices.len() < MOST_DEVICES => {
+                let number = self.free_number(device);
+                *self.devices.entry(device).or_insert(number)
+            }
+            None => MOST_DEVICES as u64,
         }
+    }
+
+    /// A number for a file system that was not seen before. It depends on the host's device number, and hardly on the
+    /// order: log shippers and incremental backups know a file by its device and inode number, and shall find it again
+    /// in the next pod.
+    fn free_number(&self, device: u64) -> u64 {
+        let seen = self.devices.len() as u64;
+        // The file system of the share's root is the first one.
+        if seen == 0 || seen >= SMALL_INODE_DEVICES {
+            return seen;
+        }
+        let (major, minor) = (device >> 32, device & u64::from(u32::MAX));
+        let places = SMALL_INODE_DEVICES - 1;
+        let from_there_on = (0..places).map(|step| 1 + (7 * major + minor + step) % places);
+        let is_free = |number: &u64| !self.devices.values().any(|taken| taken == number);
+        from_there_on.into_iter().find(is_free).unwrap_or(seen)
     }
 
     fn inode_on(&mut self, device: u64, inode: u64) -> u64 {

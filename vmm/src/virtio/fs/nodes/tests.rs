@@ -211,6 +211,18 @@ fn mounts_and_roots_keep_their_nodes_when_many_files_of_volumes_are_looked_up() 
 }
 
 #[test]
+fn a_file_system_has_the_same_number_in_whatever_order_they_are_seen() {
+    let open = || Arc::new(openat(CWD, "/", OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap());
+    let stat = stat_at(open(), c"").unwrap();
+    let disk = |minor: u64| 8 << 32 | minor;
+    let numbers = |order: [u64; 3]| {
+        let mut nodes = Nodes::new(open(), &stat, LIMITS, false).unwrap();
+        HashMap::from(order.map(|minor| (minor, nodes.inode_on(disk(minor), 1))))
+    };
+    assert_eq!(numbers([1, 2, 16]), numbers([16, 2, 1]));
+}
+
+#[test]
 fn inode_numbers_differ_and_are_small_where_they_can_be() {
     let open = || Arc::new(openat(CWD, "/", OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap());
     let stat = stat_at(open(), c"").unwrap();
