@@ -101,6 +101,12 @@ pub(crate) enum CommandError {
          `bulkhead uninstall` first"
     )]
     OtherContainerd { path: PathBuf },
+    #[error(
+        "{package} is of the package of Bulkhead, and {list} of the archive, and both have files in /usr/lib/bulkhead; \
+         to keep the archive, run `dpkg --remove bulkhead`, and unpack it again; to keep the package, remove the files \
+         of the archive, and install the package again; then run this again"
+    )]
+    TwoInstallations { package: PathBuf, list: PathBuf },
     #[error("{path}: the handler {handler} is there already, but for the runtime {runtime}; remove it first")]
     OtherHandler { path: PathBuf, handler: String, runtime: String },
     #[error(

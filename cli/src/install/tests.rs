@@ -604,6 +604,32 @@ fn files_that_only_an_older_archive_has_are_removed() {
 }
 
 #[test]
+fn an_archive_over_a_package_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |path: &str| dir.path().join(path.trim_start_matches('/'));
+    let (list, package) = (super::options::ARCHIVE_FILES, super::options::PACKAGE_PROGRAM);
+    for path in [CONFIG, list, package] {
+        fs::create_dir_all(at(path).parent().unwrap()).unwrap();
+        fs::write(at(path), "version = 2\n").unwrap();
+    }
+    let before = tree(dir.path());
+    let error = install(&mut Vec::new(), &options(dir.path())).unwrap_err().to_string();
+    for part in [&*at(list).to_string_lossy(), &at(package).to_string_lossy(), "`dpkg --remove bulkhead`"] {
+        assert!(error.contains(part), "{error}");
+    }
+    assert_eq!(tree(dir.path()), before);
+    // What is to be undone is undone all the same.
+    uninstall(&mut Vec::new(), &options(dir.path())).unwrap();
+    // The package alone, and the archive alone with a link that the operator has made.
+    fs::remove_file(at(list)).unwrap();
+    install(&mut Vec::new(), &options(dir.path())).unwrap();
+    fs::write(at(list), "").unwrap();
+    fs::remove_file(at(package)).unwrap();
+    symlink("../local/bin/bulkhead", at(package)).unwrap();
+    install(&mut Vec::new(), &options(dir.path())).unwrap();
+}
+
+#[test]
 fn an_old_file_that_stays_keeps_containerd_from_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let at = |path: &str| dir.path().join(path.trim_start_matches('/'));
