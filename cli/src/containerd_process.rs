@@ -34,10 +34,7 @@ impl Containerd {
     /// Compares the start of its process with the changes of its configuration. `root` is `/`, but for tests.
     pub(crate) fn unread(&self, root: &Path) -> Reading {
         let Some(started) = self.started(root) else { return Reading::Down };
-        // k3s and RKE2 write it each time before they start containerd.
-        let generated = self.generator().map(|_| at_root(root, &self.config));
-        let places = self.files(root).into_iter().chain(self.directories(root));
-        let mut places = places.filter(|path| Some(path) != generated.as_ref());
+        let mut places = self.written(root).chain(self.directories(root));
         match places.find(|path| changed(path).is_some_and(|changed| changed > started + INEXACT)) {
             Some(path) => Reading::Unread(path),
             None => Reading::Current,

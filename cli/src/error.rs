@@ -119,6 +119,11 @@ pub(crate) enum CommandError {
     )]
     HalfBlock { path: PathBuf, line: &'static str },
     #[error(
+        "{path}: there still are handlers of Bulkhead without the comments of `bulkhead install`, because somebody else \
+         has written them; delete the tables {tables} and those below them, and run this again"
+    )]
+    HandlersLeft { path: PathBuf, tables: String },
+    #[error(
         "containerd is not found: {reason}; install it, or name its configuration with --containerd-config"
     )]
     NoContainerd { reason: String },
