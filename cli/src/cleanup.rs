@@ -3,7 +3,7 @@
 use std::{
     error::Error,
     fs,
-    io::Write,
+    io::{self, Write},
     path::{Path, PathBuf},
 };
 
@@ -26,6 +26,8 @@ pub(crate) fn gc(
     dry_run: bool,
     is_json: bool,
 ) -> Result<bool, CommandError> {
+    // Below, what cannot be listed is taken for empty.
+    [root, Path::new(run::ROOT), Path::new(exec::ROOT)].into_iter().try_for_each(can_be_listed)?;
     let list = |source| CommandError::List { path: root.into(), source };
     let path = |garbage: &Garbage| one_line(&garbage.path.display().to_string());
     if dry_run {
@@ -57,6 +59,16 @@ pub(crate) fn gc(
     Ok(removed.iter().all(|removed| removed.error.is_none()))
 }
 
+/// Fails if a directory is there and cannot be listed, such as by another user than root.
+fn can_be_listed(path: &Path) -> Result<(), CommandError> {
+    match fs::read_dir(path) {
+        Err(source) if source.kind() != io::ErrorKind::NotFound => {
+            Err(CommandError::List { path: path.into(), source })
+        }
+        _ => Ok(()),
+    }
+}
+
 /// The directories of runs and execs that were killed.
 fn of_killed() -> impl Iterator<Item = Garbage> {
     let of = |reason| move |path| Garbage { path, reason };
@@ -86,8 +98,12 @@ fn of_commands<E: Error + 'static>(
 mod tests {
     use std::{
         fs::File,
+        os::unix::fs::PermissionsExt,
+        thread,
         time::{Duration, SystemTime},
     };
+
+    use nix::unistd::{Uid, setfsuid};
 
     use super::*;
     use crate::output::shown;
@@ -102,6 +118,25 @@ mod tests {
         let old = SystemTime::now() - Duration::from_secs(120);
         File::open(dir.path()).unwrap().set_modified(old).unwrap();
         assert!(is_left(dir.path()));
+    }
+
+    #[test]
+    fn what_may_not_be_listed_is_not_taken_for_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        // As it is in /run: others than root can open what they know the name of.
+        fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o311)).unwrap();
+        for dry_run in [true, false] {
+            let error = thread::scope(|scope| {
+                // Each thread has its own user.
+                let gc = || {
+                    setfsuid(Uid::from_raw(65_534));
+                    gc(&mut Vec::new(), dir.path(), dry_run, false)
+                };
+                scope.spawn(gc).join().unwrap().unwrap_err()
+            });
+            let CommandError::List { path, source } = error else { panic!("{error}") };
+            assert_eq!((&*path, source.kind()), (dir.path(), io::ErrorKind::PermissionDenied));
+        }
     }
 
     #[test]

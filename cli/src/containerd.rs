@@ -170,6 +170,12 @@ impl Containerd {
         own.filter(|path| path.is_file()).chain(imported.filter(is_read)).collect()
     }
 
+    /// The same without what is generated anew each time before containerd starts.
+    pub(crate) fn written(&self, root: &Path) -> impl Iterator<Item = PathBuf> {
+        let generated = self.generator().map(|_| at_root(root, &self.config));
+        self.files(root).into_iter().filter(move |path| Some(path) != generated.as_ref())
+    }
+
     /// The directories in which a file of its configuration may have been that was removed.
     pub(crate) fn directories(&self, root: &Path) -> Vec<PathBuf> {
         let at = |path: &Path| at_root(root, path);
@@ -273,15 +279,30 @@ pub(crate) fn major_and_minor(version: &str) -> Option<(u32, u32)> {
 
 /// The runtime of each handler in a configuration.
 pub(crate) fn handlers(configuration: &Table) -> BTreeMap<String, String> {
-    let runtimes = [CRI_V2, CRI_V3].into_iter().filter_map(|plugin| {
-        let plugin = configuration.get("plugins")?.get(plugin)?;
-        plugin.get("containerd")?.get("runtimes")?.as_table()
-    });
-    let runtime = |(handler, value): (&String, &toml::Value)| {
-        let runtime = value.get("runtime_type").and_then(toml::Value::as_str).unwrap_or_default();
-        (handler.clone(), runtime.to_owned())
+    let of = |plugin| handlers_of(configuration, plugin);
+    [CRI_V2, CRI_V3].into_iter().flat_map(of).map(|(name, runtime)| (name.into(), runtime.into())).collect()
+}
+
+/// The tables of a configuration that are handlers of Bulkhead, as TOML names them.
+pub(crate) fn tables_of_bulkhead(configuration: &Table) -> Vec<String> {
+    let of = |plugin: &'static str| {
+        let ours = handlers_of(configuration, plugin).filter(|(_, runtime)| *runtime == RUNTIME);
+        ours.map(move |(name, _)| format!("[plugins.\"{plugin}\".containerd.runtimes.{name}]"))
     };
-    runtimes.flatten().map(runtime).collect()
+    [CRI_V2, CRI_V3].into_iter().flat_map(of).collect()
+}
+
+/// The handlers of a plugin, and the runtime of each.
+fn handlers_of<'a>(
+    configuration: &'a Table,
+    plugin: &str,
+) -> impl Iterator<Item = (&'a str, &'a str)> + use<'a> {
+    let plugin = configuration.get("plugins").and_then(|plugins| plugins.get(plugin));
+    let runtimes = plugin.and_then(|plugin| plugin.get("containerd")?.get("runtimes")?.as_table());
+    runtimes.into_iter().flatten().map(|(name, handler)| {
+        let runtime = handler.get("runtime_type").and_then(toml::Value::as_str);
+        (name.as_str(), runtime.unwrap_or_default())
+    })
 }
 
 /// Whether the CRI plugin gives containers labels of SELinux, if the host's kernel has SELinux.

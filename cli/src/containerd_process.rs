@@ -12,6 +12,9 @@ use crate::containerd::{CONFIG, Containerd, at_root, changed};
 /// The name of its process.
 const NAME: &str = "containerd";
 
+/// The process of systemd.
+const SYSTEMD: u64 = 1;
+
 /// The times of processes are in hundredths of a second on x86_64.
 const TICK_MS: u64 = 10;
 
@@ -33,21 +36,28 @@ pub(crate) enum Reading {
 impl Containerd {
     /// Compares the start of its process with the changes of its configuration. `root` is `/`, but for tests.
     pub(crate) fn unread(&self, root: &Path) -> Reading {
-        let Some(started) = self.started(root) else { return Reading::Down };
-        // k3s and RKE2 write it each time before they start containerd.
-        let generated = self.generator().map(|_| at_root(root, &self.config));
-        let places = self.files(root).into_iter().chain(self.directories(root));
-        let mut places = places.filter(|path| Some(path) != generated.as_ref());
+        let Some((started, _)) = self.process(root) else { return Reading::Down };
+        let mut places = self.written(root).chain(self.directories(root));
         match places.find(|path| changed(path).is_some_and(|changed| changed > started + INEXACT)) {
             Some(path) => Reading::Unread(path),
             None => Reading::Current,
         }
     }
 
-    /// When its process has started. If there are several with this configuration, it is the first one.
-    fn started(&self, root: &Path) -> Option<SystemTime> {
+    /// The units of systemd of which one restarts it: that of its process, or those that may start it if that is not
+    /// known by the process. None: systemd has not started the process that runs.
+    pub(crate) fn restarters(&self, root: &Path) -> Vec<String> {
+        match self.process(root).filter(|_| self.generator().is_none()) {
+            Some((_, process)) => unit(&process).into_iter().collect(),
+            None => self.units().iter().map(|unit| (*unit).to_owned()).collect(),
+        }
+    }
+
+    /// Its process, and when that has started. If there are several with this configuration, it is the first one.
+    fn process(&self, root: &Path) -> Option<(SystemTime, PathBuf)> {
         let processes = fs::read_dir(root.join("proc")).ok()?.flatten().map(|entry| entry.path());
-        processes.filter(|process| self.is(process, root)).filter_map(|it| started(&it, root).ok()).min()
+        let processes = processes.filter(|process| self.is(process, root));
+        processes.filter_map(|it| Some((started(&it, root).ok()?, it))).min()
     }
 
     /// Whether a process is this containerd. One in a container has another root directory.
@@ -83,13 +93,39 @@ fn is_same(one: &Path, other: &Path) -> bool {
     id(one).is_some_and(|one| id(other) == Some(one))
 }
 
+/// The unit of systemd whose service the process is. None: it is no service, or a part of another one, such as
+/// docker's, whose restart would end containers.
+fn unit(process: &Path) -> Option<String> {
+    // The fourth field is the parent.
+    if field(process, 4).ok()? != SYSTEMD {
+        return None;
+    }
+    let text = fs::read_to_string(process.join("cgroup")).ok()?;
+    // With version 1 there is a line for each hierarchy, and not each has a cgroup for each unit.
+    let innermost =
+        |line: &str| line.rsplit('/').find_map(|part| part.strip_suffix(".service").map(str::to_owned));
+    let mut units: Vec<_> = text.lines().filter_map(innermost).collect();
+    units.dedup();
+    match units.len() {
+        1 => units.pop(),
+        _ => None,
+    }
+}
+
+/// A field of a process's stat(5), which is counted from 1. It must be a number after the name.
+fn field(process: &Path, number: usize) -> io::Result<u64> {
+    let odd = || io::Error::from(io::ErrorKind::InvalidData);
+    let stat = fs::read_to_string(process.join("stat"))?;
+    // The name, which is the second field, is in brackets, and may contain some.
+    let (_, rest) = stat.rsplit_once(')').ok_or_else(odd)?;
+    rest.split_whitespace().nth(number - 3).and_then(|it| it.parse().ok()).ok_or_else(odd)
+}
+
 /// When a process has started.
 fn started(process: &Path, root: &Path) -> io::Result<SystemTime> {
     let odd = || io::Error::from(io::ErrorKind::InvalidData);
-    let stat = fs::read_to_string(process.join("stat"))?;
-    // The name is in brackets, and may contain some. The 22nd field is the start, since the host's.
-    let (_, rest) = stat.rsplit_once(')').ok_or_else(odd)?;
-    let ticks: u64 = rest.split_whitespace().nth(19).and_then(|it| it.parse().ok()).ok_or_else(odd)?;
+    // Since the start of the host.
+    let ticks = field(process, 22)?;
     let uptime = fs::read_to_string(root.join("proc/uptime"))?;
     let uptime: f64 = uptime.split_whitespace().next().and_then(|it| it.parse().ok()).ok_or_else(odd)?;
     let uptime = Duration::try_from_secs_f64(uptime).map_err(io::Error::other)?;
@@ -98,44 +134,50 @@ fn started(process: &Path, root: &Path) -> io::Result<SystemTime> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use std::{os::unix::fs::symlink, thread::sleep};
 
     use super::*;
 
     /// A host with one containerd, which has started now.
-    struct Host(tempfile::TempDir);
+    pub(crate) struct Host(pub(crate) tempfile::TempDir);
 
     impl Host {
-        fn at(&self, path: &str) -> PathBuf {
+        pub(crate) fn at(&self, path: &str) -> PathBuf {
             self.0.path().join(path.trim_start_matches('/'))
         }
 
-        fn write(&self, path: &str, text: &str) {
+        pub(crate) fn write(&self, path: &str, text: &str) {
             fs::create_dir_all(self.at(path).parent().unwrap()).unwrap();
             fs::write(self.at(path), text).unwrap();
         }
 
-        fn start(&self, arguments: &str, root: &Path) {
+        pub(crate) fn start(&self, arguments: &str, root: &Path) {
             let uptime = fs::read_to_string("/proc/uptime").unwrap();
             let ticks = uptime.split_whitespace().next().unwrap().replace('.', "");
             self.write("proc/uptime", &uptime);
             self.write("proc/7/comm", "containerd\n");
             self.write("proc/7/cmdline", &format!("containerd\0{arguments}"));
-            let fields = "0 ".repeat(18);
-            self.write("proc/7/stat", &format!("7 (a) b) S {fields}{ticks} 0\n"));
+            let fields = "0 ".repeat(17);
+            self.write("proc/7/stat", &format!("7 (a) b) S 1 {fields}{ticks} 0\n"));
+            self.write("proc/7/cgroup", "0::/system.slice/containerd.service\n");
             _ = fs::remove_file(self.at("proc/7/root"));
             symlink(root, self.at("proc/7/root")).unwrap();
         }
 
         /// Lets time pass, until a change now is not at the same time as the start.
-        fn later(&self) {
+        pub(crate) fn later(&self) {
             sleep(Duration::from_millis(5 * TICK_MS));
+            self.go_on();
+        }
+
+        /// The uptime goes on.
+        fn go_on(&self) {
+            self.write("proc/uptime", &fs::read_to_string("/proc/uptime").unwrap());
         }
 
         fn unread(&self, config: &str) -> Reading {
-            // The uptime goes on.
-            self.write("proc/uptime", &fs::read_to_string("/proc/uptime").unwrap());
+            self.go_on();
             Containerd::of(config.into()).unread(self.0.path())
         }
     }
@@ -207,6 +249,40 @@ mod tests {
         host.write(CONFIG, "version = 3\n");
         host.start("", Path::new("/"));
         assert_eq!(host.unread(CONFIG), Reading::Down);
+    }
+
+    #[test]
+    fn the_unit_that_restarts_it_is_that_of_its_process() {
+        let host = Host(tempfile::tempdir().unwrap());
+        let other = "/etc/containerd/other.toml";
+        let units = |config: &str| Containerd::of(config.into()).restarters(host.0.path());
+        assert_eq!(units(other), ["containerd"], "nobody knows what will start it");
+        host.start(&format!("--config\0{other}"), host.0.path());
+        assert_eq!(units(CONFIG), ["containerd"], "this one does not run");
+        let stat = fs::read_to_string(host.at("proc/7/stat")).unwrap();
+        let no: [&str; 0] = [];
+        for (cgroup, parent, unit) in [
+            ("0::/system.slice/second.service\n", "1", &["second"][..]),
+            // As a process in a cgroup namespace sees it, and of a unit with cgroups below its own.
+            ("0::/../../system.slice/containerd@x.service/main\n", "1", &["containerd@x"]),
+            (
+                "12:pids:/system.slice/c.service\n2:cpu:/\n1:name=systemd:/system.slice/c.service\n0::/\n",
+                "1",
+                &["c"],
+            ),
+            ("2:cpu:/system.slice/a.service\n1:name=systemd:/system.slice/b.service\n", "1", &no),
+            // docker has started it, or somebody in a session.
+            ("0::/system.slice/docker.service\n", "812", &no),
+            ("0::/user.slice/user-0.slice/session-3.scope\n", "1", &no),
+        ] {
+            host.write("proc/7/cgroup", cgroup);
+            host.write("proc/7/stat", &stat.replace(" S 1 ", &format!(" S {parent} ")));
+            assert_eq!(units(other), unit, "{cgroup}");
+        }
+        // k3s starts its own containerd.
+        let config = "/var/lib/rancher/k3s/agent/etc/containerd/config.toml";
+        host.start(&format!("-c\0{config}"), host.0.path());
+        assert_eq!(units(config), ["k3s", "k3s-agent"]);
     }
 
     #[test]

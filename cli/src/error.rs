@@ -101,6 +101,12 @@ pub(crate) enum CommandError {
          `bulkhead uninstall` first"
     )]
     OtherContainerd { path: PathBuf },
+    #[error(
+        "{package} is of the package of Bulkhead, and {list} of the archive, and both have files in /usr/lib/bulkhead; \
+         to keep the archive, run `dpkg --remove bulkhead`, and unpack it again; to keep the package, remove the files \
+         of the archive, and install the package again; then run this again"
+    )]
+    TwoInstallations { package: PathBuf, list: PathBuf },
     #[error("{path}: the handler {handler} is there already, but for the runtime {runtime}; remove it first")]
     OtherHandler { path: PathBuf, handler: String, runtime: String },
     #[error(
@@ -112,6 +118,11 @@ pub(crate) enum CommandError {
         "{path}: the line `{line}` is there without its counterpart; remove the lines of Bulkhead by hand"
     )]
     HalfBlock { path: PathBuf, line: &'static str },
+    #[error(
+        "{path}: there still are handlers of Bulkhead without the comments of `bulkhead install`, because somebody else \
+         has written them; delete the tables {tables} and those below them, and run this again"
+    )]
+    HandlersLeft { path: PathBuf, tables: String },
     #[error(
         "containerd is not found: {reason}; install it, or name its configuration with --containerd-config"
     )]

@@ -218,19 +218,19 @@ pub(super) fn landlock() -> Finding {
 /// Whether a guest can be given the AppArmor profiles of this host. containerd and docker name one for each container
 /// where AppArmor is enabled.
 pub(super) fn apparmor(root: &Path) -> Finding {
-    let is_yes = |name: &str| {
-        let file = root.join("sys/module/apparmor/parameters").join(name);
-        fs::read_to_string(file).is_ok_and(|text| text.starts_with('Y'))
-    };
+    let parameter = |name| fs::read_to_string(root.join("sys/module/apparmor/parameters").join(name));
+    let is_enabled = parameter("enabled").is_ok_and(|text| text.starts_with('Y'));
+    // Linux before 6.0 has no such parameter, and gives the policy back always. Only root can read it.
+    let is_withheld = parameter("export_binary").is_ok_and(|text| !text.starts_with('Y'));
     let profiles = root.join("sys/kernel/security/apparmor/policy/profiles");
-    match (is_yes("enabled"), is_yes("export_binary")) {
+    match (is_enabled, is_withheld) {
         (false, _) => Finding::ok("AppArmor", "not enabled, so no container has a profile"),
         (true, _) if !profiles.is_dir() => Finding::fail(
             "AppArmor",
             format!("enabled, but there is no {}", profiles.display()),
             "mount securityfs on /sys/kernel/security; containers with a profile do not start",
         ),
-        (true, false) => Finding::fail(
+        (true, true) => Finding::fail(
             "AppArmor",
             "enabled, but the kernel does not give back the policy of profiles",
             format!(
@@ -238,7 +238,7 @@ pub(super) fn apparmor(root: &Path) -> Finding {
                 Family::of(root).add_kernel_parameter("apparmor.export_binary=1")
             ),
         ),
-        (true, true) => Finding::ok("AppArmor", "enabled, and the guests get the profiles of containers"),
+        (true, false) => Finding::ok("AppArmor", "enabled, and the guests get the profiles of containers"),
     }
 }
 
@@ -321,6 +321,7 @@ mod tests {
         let release = ("proc/sys/kernel/osrelease", "6.12.1\n");
         let dep = ("lib/modules/6.12.1/modules.dep", "kernel/x.ko:\n");
         let enabled = ("sys/module/apparmor/parameters/enabled", "Y\n");
+        let withheld = ("sys/module/apparmor/parameters/export_binary", "N\n");
         let profiles = ("sys/kernel/security/apparmor/policy/profiles/a/name", "a\n");
         for (system, install, update) in [
             ("ID=ubuntu\nID_LIKE=debian\n", "linux-modules-extra-$(uname -r)", "update-grub"),
@@ -329,7 +330,7 @@ mod tests {
             ("ID=arch\n", "pacman -S linux", "grub-mkconfig"),
             ("ID=alpine\n", "install the package with all modules", "kernel command line"),
         ] {
-            let dir = root(&[("etc/os-release", system), release, dep, enabled, profiles]);
+            let dir = root(&[("etc/os-release", system), release, dep, enabled, withheld, profiles]);
             let (modules, apparmor) =
                 (modules(dir.path()).remedy.unwrap(), apparmor(dir.path()).remedy.unwrap());
             assert!(modules.contains(install) && apparmor.contains(update), "{modules}, {apparmor}");
@@ -410,9 +411,13 @@ mod tests {
         assert_eq!(apparmor(root(&[]).path()).status, Status::Ok);
         assert_eq!(apparmor(root(&[(enabled.0, "N\n")]).path()).status, Status::Ok);
         assert_eq!(apparmor(root(&[enabled, export, profiles]).path()).status, Status::Ok);
-        assert!(
-            apparmor(root(&[enabled, profiles]).path()).remedy.unwrap().contains("apparmor.export_binary=1")
-        );
+        // Linux before 6.0 has no such parameter, and gives it back always.
+        assert_eq!(apparmor(root(&[enabled, profiles]).path()).status, Status::Ok);
+        for no in ["N\n", ""] {
+            let withheld = apparmor(root(&[enabled, (export.0, no), profiles]).path());
+            assert_eq!(withheld.status, Status::Fail);
+            assert!(withheld.remedy.unwrap().contains("apparmor.export_binary=1"));
+        }
         assert!(apparmor(root(&[enabled, export]).path()).remedy.unwrap().contains("securityfs"));
     }
 

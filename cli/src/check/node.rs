@@ -12,7 +12,8 @@ use crate::{
     check::{distribution::Family, finding::Finding, http2},
     command_output,
     config_file::ConfigFile,
-    containerd::{self, Containerd, RUNTIME, changed},
+    containerd::{self, Containerd, RUNTIME},
+    containerd_process::Reading,
     run::nat::Pasta,
 };
 
@@ -96,18 +97,20 @@ pub(super) fn pasta(pasta: io::Result<Pasta>, family: Family) -> Finding {
 
 /// Whether containerd runs, with the configuration that the files have now.
 pub(super) fn socket(root: &Path, containerd: &Containerd) -> Finding {
-    let (check, socket, units) =
-        ("containerd's socket", containerd.socket(), containerd.units().join(" or "));
+    let (check, socket) = ("containerd's socket", containerd.socket());
     let path = root.join(socket.trim_start_matches('/'));
+    let restart = match &containerd.restarters(root)[..] {
+        [] => "restart it as it was started".into(),
+        units => format!("run `systemctl restart` for {}", units.join(" or ")),
+    };
     let does_not_run = |found: String| {
+        let units = containerd.units().join(" or ");
         let remedy = format!("run `systemctl start` for {units}, unless containerd has another socket");
         Finding::warn(check, found, remedy)
     };
     let late = || {
         let found = format!("it does not answer at {socket} within {ANSWER:?}: it hangs, or is very busy");
-        let remedy =
-            format!("look at its log (`journalctl --unit`), and run `systemctl restart` for {units}");
-        Finding::warn(check, found, remedy)
+        Finding::warn(check, found, format!("look at its log (`journalctl --unit`), and {restart}"))
     };
     // A containerd that was killed leaves its socket, and one that hangs may accept nobody. If it hangs, the kernel
     // accepts connections for it.
@@ -118,7 +121,7 @@ pub(super) fn socket(root: &Path, containerd: &Containerd) -> Finding {
             return Finding::warn(
                 check,
                 format!("what answers at {socket} does not speak gRPC, so it is not containerd"),
-                format!("end it (`ss -xlp` shows it), and run `systemctl restart` for {units}"),
+                format!("end it (`ss -xlp` shows it), and {restart}"),
             );
         }
         Ok(None) => return late(),
@@ -131,21 +134,25 @@ pub(super) fn socket(root: &Path, containerd: &Containerd) -> Finding {
             };
         }
     }
-    // containerd makes its socket when it starts.
-    let started = path.metadata().and_then(|data| data.modified()).ok();
-    let is_late = |path: &&PathBuf| changed(path) > started;
-    let (files, directories) = (containerd.files(root), containerd.directories(root));
-    let found = match (files.iter().find(is_late), directories.iter().find(is_late)) {
-        (Some(file), _) => {
-            format!("containerd has not read {}, which is newer than its start", file.display())
-        }
-        (None, Some(directory)) => {
+    // What answers may be another containerd than the one that reads this configuration.
+    let found = match containerd.unread(root) {
+        Reading::Current => return Finding::ok(check, socket),
+        Reading::Unread(directory) if directory.is_dir() => {
             format!("containerd has not read what has changed in {} after its start", directory.display())
         }
-        (None, None) => return Finding::ok(check, socket),
+        Reading::Unread(file) => {
+            format!("containerd has not read {}, which is newer than its start", file.display())
+        }
+        Reading::Down => {
+            let config = containerd.config.display();
+            return Finding::warn(
+                check,
+                format!("one answers at {socket}, but no process containerd reads {config}"),
+                "name the file that it reads with --containerd-config; `ps -C containerd -o args` shows it",
+            );
+        }
     };
-    let remedy = format!("run `systemctl restart` for {units}; running containers are not interrupted");
-    Finding::warn(check, found, remedy)
+    Finding::warn(check, found, format!("{restart}; running containers are not interrupted"))
 }
 
 /// Whether the CRI plugin has a handler for Bulkhead.
@@ -290,12 +297,10 @@ mod tests {
         time::{Instant, SystemTime},
     };
 
-    use rustix::fs::{AtFlags, CWD, Timespec, Timestamps, utimensat};
-
     use bulkhead_host_shim::operator::version_and_commit;
 
     use super::*;
-    use crate::check::finding::Status;
+    use crate::{check::finding::Status, containerd::CONFIG, containerd_process::tests::Host};
 
     #[test]
     fn versions_are_judged() {
@@ -467,71 +472,80 @@ mod tests {
 
     #[test]
     fn containerd_must_run_with_the_files_that_there_are() {
-        let dir = tempfile::tempdir().unwrap();
-        let containerd = Containerd::find(dir.path());
-        let finding = || super::socket(dir.path(), &containerd);
+        let host = Host(tempfile::tempdir().unwrap());
+        let root = host.0.path();
+        let containerd = Containerd::find(root);
+        let finding = || super::socket(root, &containerd);
         assert!(finding().found.starts_with("there is no /run/"), "{:?}", finding());
-        let at = |path: &str| dir.path().join(path);
-        fs::create_dir_all(at("run/containerd")).unwrap();
-        let socket = at("run/containerd/containerd.sock");
+        let (main, drop_in) = (CONFIG, "etc/containerd/conf.d/bulkhead.toml");
+        host.write(main, "");
+        host.write(drop_in, "");
+        host.write("run/containerd/x", "");
+        let socket = host.at("run/containerd/containerd.sock");
         let served = served(&socket, SETTINGS);
-        assert_eq!(finding().status, Status::Ok);
-        let (directory, main) = (at("etc/containerd/conf.d"), at("etc/containerd/config.toml"));
-        let drop_in = directory.join("bulkhead.toml");
-        fs::create_dir_all(&directory).unwrap();
-        for file in [&main, &drop_in] {
-            fs::write(file, "").unwrap();
-        }
         let start = || {
-            let all = [&directory, &main, &drop_in, &at("etc/containerd")];
-            let time = all.iter().filter_map(|path| changed(path)).max().unwrap();
-            let since = time.duration_since(SystemTime::UNIX_EPOCH).unwrap();
-            let time = Timespec { tv_sec: since.as_secs() as i64, tv_nsec: since.subsec_nanos().into() };
-            let times = Timestamps { last_access: time, last_modification: time };
-            utimensat(CWD, &socket, &times, AtFlags::empty()).unwrap();
+            host.later();
+            host.start("", root);
+            host.later();
+            assert_eq!(finding().status, Status::Ok, "{:?}", finding());
         };
         let late = || {
+            host.later();
             let late = finding();
             let remedy = late.remedy.unwrap();
             assert!(
-                late.status == Status::Warn && remedy.contains("`systemctl restart` for containerd"),
+                late.status == Status::Warn && remedy.contains("`systemctl restart` for containerd;"),
                 "{remedy}"
             );
             late.found
         };
-        // The clock of files is that of the kernel's ticks.
-        let until_later = |path: &Path, change: &dyn Fn()| {
-            let started = socket.metadata().unwrap().modified().ok();
-            while changed(path) <= started {
-                change();
-            }
-        };
         start();
-        assert_eq!(finding().status, Status::Ok);
-        until_later(&drop_in, &|| {
-            let file = fs::File::create(&drop_in).unwrap();
-            // As of a file that was copied with its date.
-            file.set_modified(SystemTime::UNIX_EPOCH).unwrap();
-        });
+        let file = fs::File::create(host.at(drop_in)).unwrap();
+        // As of a file that was copied with its date.
+        file.set_modified(SystemTime::UNIX_EPOCH).unwrap();
         assert!(late().contains("has not read") && late().contains("bulkhead.toml, which"), "{}", late());
         start();
-        assert_eq!(finding().status, Status::Ok);
-        until_later(&directory, &|| {
-            fs::write(&drop_in, "").unwrap();
-            fs::remove_file(&drop_in).unwrap();
-        });
-        assert!(late().contains("etc/containerd/conf.d"), "{}", late());
+        fs::remove_file(host.at(drop_in)).unwrap();
+        assert!(late().ends_with("etc/containerd/conf.d after its start"), "{}", late());
         start();
-        assert_eq!(finding().status, Status::Ok);
-        until_later(&at("etc/containerd"), &|| {
-            fs::write(&main, "").unwrap();
-            fs::remove_file(&main).unwrap();
-        });
+        fs::remove_file(host.at(main)).unwrap();
         assert!(late().ends_with("etc/containerd after its start"), "{}", late());
         start();
-        assert_eq!(finding().status, Status::Ok);
         served.end(&socket);
         assert!(finding().found.starts_with("nobody answers at"), "{:?}", finding());
+    }
+
+    #[test]
+    fn the_containerd_that_answers_may_be_another() {
+        let host = Host(tempfile::tempdir().unwrap());
+        let root = host.0.path();
+        host.write("run/containerd/x", "");
+        let socket = host.at("run/containerd/containerd.sock");
+        let first = served(&socket, SETTINGS);
+        let second = "/etc/containerd/second.toml";
+        host.write(second, "version = 2\n");
+        let finding = || super::socket(root, &Containerd::of(second.into()));
+        host.later();
+        host.start(&format!("--config\0{second}"), root);
+        host.write("proc/7/cgroup", "0::/system.slice/second.service\n");
+        host.later();
+        assert_eq!(finding().status, Status::Ok);
+        host.write(second, "version = 3\n");
+        host.later();
+        // Only the other one is restarted.
+        first.end(&socket);
+        fs::remove_file(&socket).unwrap();
+        let served = served(&socket, SETTINGS);
+        let unread = finding();
+        assert!(unread.found.contains("has not read") && unread.found.contains("second.toml"), "{unread:?}");
+        assert!(unread.remedy.unwrap().starts_with("run `systemctl restart` for second;"));
+        host.start("", root);
+        let unknown = finding();
+        assert!(
+            unknown.status == Status::Warn && unknown.found.ends_with("reads /etc/containerd/second.toml")
+        );
+        assert!(unknown.remedy.unwrap().contains("--containerd-config"));
+        served.end(&socket);
     }
 
     /// What a server of HTTP/2 says first: an empty frame SETTINGS.
@@ -586,11 +600,12 @@ mod tests {
             (b"", false),
             (b"HTTP/1.1 400 Bad Request\r\n\r\n", false),
         ] {
-            let dir = tempfile::tempdir().unwrap();
-            let socket = dir.path().join("run/containerd/containerd.sock");
+            let host = Host(tempfile::tempdir().unwrap());
+            host.start("", host.0.path());
+            let socket = host.at("run/containerd/containerd.sock");
             fs::create_dir_all(socket.parent().unwrap()).unwrap();
             let served = served(&socket, answer);
-            let finding = super::socket(dir.path(), &Containerd::of("/etc/containerd/config.toml".into()));
+            let finding = super::socket(host.0.path(), &Containerd::of(CONFIG.into()));
             served.end(&socket);
             if is_containerd {
                 assert_eq!(finding.status, Status::Ok, "{answer:?}: {finding:?}");

@@ -44,6 +44,7 @@ pub(crate) fn install(out: &mut impl Write, options: &Options) -> Result<(), Com
 fn install_within(out: &mut impl Write, options: &Options, within: Duration) -> Result<(), CommandError> {
     options.check_own()?;
     let _lock = Lock::take(options.root(), within)?;
+    options.check_one_installation()?;
     let containerd = options.containerd();
     options.check_containerd(&containerd)?;
     options.check_only(&containerd)?;

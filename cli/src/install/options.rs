@@ -24,6 +24,9 @@ pub(super) const DROP_IN: &str = "bulkhead.toml";
 pub(super) const ARCHIVE_FILES: &str = "/usr/lib/bulkhead/files";
 pub(super) const ARCHIVE_RECORD: &str = "/etc/bulkhead/archive-files";
 
+/// The program of the package. That of the archive is in /usr/local.
+pub(super) const PACKAGE_PROGRAM: &str = "/usr/bin/bulkhead";
+
 /// Where the removal of the package has kept its program, because not all could be undone. An installation can undo it.
 pub(super) const KEPT_PROGRAM: &str = "/var/lib/bulkhead-uninstall";
 
@@ -68,6 +71,17 @@ impl Options {
         match &self.containerd.containerd_config {
             Some(named) => vec![Containerd::of(named.clone())],
             None => Containerd::all(recorded),
+        }
+    }
+
+    /// Refuses an archive over a package: the removal of one takes files of the other.
+    pub(super) fn check_one_installation(&self) -> Result<(), CommandError> {
+        let [package, list] = [PACKAGE_PROGRAM, ARCHIVE_FILES].map(|path| self.at(path));
+        // An operator may have made a link to the archive's program. A package has only files.
+        let has_package = package.symlink_metadata().is_ok_and(|metadata| metadata.is_file());
+        match has_package && list.exists() {
+            true => Err(CommandError::TwoInstallations { package, list }),
+            false => Ok(()),
         }
     }
 

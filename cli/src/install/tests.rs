@@ -9,7 +9,7 @@ use std::{
 };
 
 use super::{options::DROP_IN, steps::write_over, uninstall::uninstall_within, *};
-use crate::containerd::{ContainerdConfig, IMPORTED, RECORD, recorded};
+use crate::containerd::{CRI_V2, CRI_V3, ContainerdConfig, IMPORTED, RECORD, recorded};
 
 /// How long a test waits for a lock that nobody gives back.
 const SHORT: Duration = Duration::from_millis(100);
@@ -497,7 +497,8 @@ fn odd_configurations_get_the_handlers_and_are_restored_to_the_last_byte() {
             assert_eq!(installed == text, text == by_hand, "{what}");
             install(&mut Vec::new(), &options(dir.path())).unwrap();
             assert_eq!(fs::read_to_string(&file).unwrap(), installed, "{what}, a second time");
-            uninstall(&mut Vec::new(), &options(dir.path())).unwrap();
+            let uninstalled = uninstall(&mut Vec::new(), &options(dir.path()));
+            assert_eq!(uninstalled.is_err(), text == by_hand, "{what}");
             assert_eq!(bytes(dir.path()), before, "{what}");
         }
     }
@@ -518,6 +519,60 @@ fn what_would_break_a_configuration_is_not_removed() {
     let error = uninstall(&mut Vec::new(), &options(dir.path())).unwrap_err().to_string();
     assert!(error.contains("config.toml was not changed, because it would not be valid TOML"), "{error}");
     assert_eq!(fs::read_to_string(&config).unwrap(), edited);
+}
+
+#[test]
+fn handlers_that_a_tool_has_written_anew_are_no_success() {
+    let imports = "version = 3\nimports = ['/etc/containerd/conf.d/*.toml']\n";
+    for (configuration, plugin, count) in
+        [("version = 2\n", CRI_V2, 1), ("version = 3\n", CRI_V3, 2), (imports, CRI_V3, 2)]
+    {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |path: &str| dir.path().join(path.trim_start_matches('/'));
+        fs::create_dir_all(at("etc/containerd/conf.d")).unwrap();
+        fs::write(at(CONFIG), configuration).unwrap();
+        install(&mut Vec::new(), &named(Some(CONFIG), dir.path())).unwrap();
+        // As `containerd config dump` prints it: without comments, and with what is imported.
+        let mut dumped: toml::Table = toml::from_str(&fs::read_to_string(at(CONFIG)).unwrap()).unwrap();
+        if let Ok(imported) = fs::read_to_string(at(IMPORTED).join(DROP_IN)) {
+            let imported: toml::Table = toml::from_str(&imported).unwrap();
+            dumped.insert("plugins".into(), imported["plugins"].clone());
+        }
+        let dumped = toml::to_string(&dumped).unwrap();
+        fs::write(at(CONFIG), &dumped).unwrap();
+        let mut out = Vec::new();
+        let error = uninstall(&mut out, &options(dir.path())).unwrap_err().to_string();
+        assert!(error.starts_with(&format!("{}: ", at(CONFIG).display())), "{error}");
+        for handler in ["bulkhead", "bulkhead-sandbox"].iter().take(count) {
+            let table = format!("[plugins.\"{plugin}\".containerd.runtimes.{handler}]");
+            assert_eq!(error.matches(&table).count(), 1, "{error}");
+        }
+        assert!(!error.contains("runtimes.runc]"), "{error}");
+        // The rest is undone, and the next try finds what is left.
+        assert_eq!(fs::read_to_string(at(CONFIG)).unwrap(), dumped);
+        assert!(!at(IMPORTED).join(DROP_IN).exists() && !at("etc/bulkhead/config.toml").exists());
+        assert!(at(RECORD).exists() && !String::from_utf8(out).unwrap().contains("Running pods"));
+        fs::write(at(CONFIG), configuration).unwrap();
+        uninstall(&mut Vec::new(), &options(dir.path())).unwrap();
+        assert!(!at(RECORD).exists());
+    }
+}
+
+#[test]
+fn what_k3s_has_generated_is_no_handler_that_is_left() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = dir.path().join("var/lib/rancher/k3s/agent/etc/containerd/config.toml");
+    fs::create_dir_all(config.parent().unwrap()).unwrap();
+    fs::write(&config, "version = 2\n").unwrap();
+    install(&mut Vec::new(), &options(dir.path())).unwrap();
+    // From the template, which it reads again when it starts next.
+    fs::write(&config, format!("version = 2\n{}", block::Version::V2.handlers(false))).unwrap();
+    uninstall(&mut Vec::new(), &options(dir.path())).unwrap();
+    assert!(!config.with_file_name(TEMPLATE_V2).exists());
+    // A template that was written by hand, and is complete, is read again too.
+    fs::copy(&config, config.with_file_name(TEMPLATE_V2)).unwrap();
+    let error = uninstall(&mut Vec::new(), &options(dir.path())).unwrap_err().to_string();
+    assert!(error.contains("config.toml.tmpl: ") && error.contains("runtimes.bulkhead]"), "{error}");
 }
 
 #[test]
@@ -551,7 +606,8 @@ fn a_file_of_the_operator_in_the_place_of_ours_is_not_replaced() {
     let all = block::Version::V3.file(true).replacen("# ", "# By hand. ", 1);
     fs::write(at("conf.d/bulkhead.toml"), &all).unwrap();
     install(&mut Vec::new(), &options(dir.path())).unwrap();
-    uninstall(&mut Vec::new(), &options(dir.path())).unwrap();
+    let error = uninstall(&mut Vec::new(), &options(dir.path())).unwrap_err().to_string();
+    assert!(error.contains("conf.d/bulkhead.toml: ") && error.contains("runtimes.bulkhead]"), "{error}");
     assert_eq!(fs::read_to_string(at("conf.d/bulkhead.toml")).unwrap(), all);
 }
 
@@ -601,6 +657,32 @@ fn files_that_only_an_older_archive_has_are_removed() {
     fs::remove_file(at(super::options::ARCHIVE_FILES)).unwrap();
     install(&mut Vec::new(), &options(root)).unwrap();
     assert!(!at(super::options::ARCHIVE_RECORD).exists());
+}
+
+#[test]
+fn an_archive_over_a_package_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |path: &str| dir.path().join(path.trim_start_matches('/'));
+    let (list, package) = (super::options::ARCHIVE_FILES, super::options::PACKAGE_PROGRAM);
+    for path in [CONFIG, list, package] {
+        fs::create_dir_all(at(path).parent().unwrap()).unwrap();
+        fs::write(at(path), "version = 2\n").unwrap();
+    }
+    let before = tree(dir.path());
+    let error = install(&mut Vec::new(), &options(dir.path())).unwrap_err().to_string();
+    for part in [&*at(list).to_string_lossy(), &at(package).to_string_lossy(), "`dpkg --remove bulkhead`"] {
+        assert!(error.contains(part), "{error}");
+    }
+    assert_eq!(tree(dir.path()), before);
+    // What is to be undone is undone all the same.
+    uninstall(&mut Vec::new(), &options(dir.path())).unwrap();
+    // The package alone, and the archive alone with a link that the operator has made.
+    fs::remove_file(at(list)).unwrap();
+    install(&mut Vec::new(), &options(dir.path())).unwrap();
+    fs::write(at(list), "").unwrap();
+    fs::remove_file(at(package)).unwrap();
+    symlink("../local/bin/bulkhead", at(package)).unwrap();
+    install(&mut Vec::new(), &options(dir.path())).unwrap();
 }
 
 #[test]

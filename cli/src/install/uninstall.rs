@@ -1,11 +1,11 @@
 //! `bulkhead uninstall`.
 
-use std::{fs, io::Write, path::Path, time::Duration};
+use std::{collections::BTreeSet, fs, io::Write, iter, path::Path, time::Duration};
 
-use bulkhead_host_shim::operator::{STATE_ROOT, forget_failures, remove_all_templates};
+use bulkhead_host_shim::operator::{STATE_ROOT, forget_failures, one_line, remove_all_templates};
 
 use crate::{
-    containerd::{Containerd, RECORD, recorded},
+    containerd::{Containerd, RECORD, recorded, tables_of_bulkhead},
     error::CommandError,
     exec,
     install::{
@@ -67,6 +67,12 @@ pub(super) fn uninstall_within(
         let is_clean = steps.errors.len() == errors;
         cleaned.push(Cleaned { is_found: containerd == found, containerd, is_changed, is_clean });
     }
+    // The same file may be that of two.
+    let clean = cleaned.iter().filter(|it| it.is_clean);
+    let files: BTreeSet<_> = clean.flat_map(|it| it.containerd.written(options.root())).collect();
+    for path in files {
+        steps.take(|_| check_without_handlers(options, &path));
+    }
     let is_removed = steps.errors.is_empty();
     for (name, text) in OWN_FILES {
         steps.take(|out| remove_own(out, &options.at(name), text));
@@ -116,6 +122,19 @@ fn remove_handlers<W: Write>(steps: &mut Steps<'_, W>, options: &Options, contai
         is_changed |= steps.take(|out| remove_block(out, &path));
     }
     is_changed | steps.take(|out| remove_drop_in(out, &options.drop_in(containerd).0))
+}
+
+/// Fails if a file still has handlers, such as those that another program has written anew without comments. They
+/// would name a shim that is not there. What is not TOML is a template, or nothing that containerd takes.
+fn check_without_handlers(options: &Options, path: &Path) -> Result<(), CommandError> {
+    // What is outside of another host's root directory is not that host's.
+    let is_there = path.is_file() && options.check_inside(iter::once(path.into())).is_ok();
+    let text = if is_there { read(path)?.unwrap_or_default() } else { String::new() };
+    let tables = toml::from_str(&text).map(|configuration| tables_of_bulkhead(&configuration));
+    match tables.unwrap_or_default() {
+        none if none.is_empty() => Ok(()),
+        tables => Err(CommandError::HandlersLeft { path: path.into(), tables: one_line(&tables.join(", ")) }),
+    }
 }
 
 /// Removes what an installation that was killed has left beside a file.

@@ -178,6 +178,9 @@ mod tests {
         assert!(commands_of_image("    docker build .\n    mkdir install\n").is_err());
     }
 
+    /// The files of the archive here. The package has the second one too.
+    const OF_ARCHIVE: [&str; 2] = ["usr/local/bin/bulkhead", "usr/lib/bulkhead/bulkhead-vmm"];
+
     /// A node that is a directory, and what its programs have said and done there.
     struct Node(tempfile::TempDir);
 
@@ -185,23 +188,21 @@ mod tests {
         /// `programs` is a part of a script: what `bulkhead` and `systemctl` of the node do, by the words of the line.
         fn with(programs: &str) -> Self {
             let node = Self(tempfile::tempdir().unwrap());
-            for directory in ["bin", "host/run", "host/usr/local/bin", "new/usr/local/bin"] {
+            for directory in ["bin", "host/run"] {
                 fs::create_dir_all(node.at(directory)).unwrap();
             }
             let text = format!(
                 "#!/bin/sh\nshift 4\ncd {}\necho \"$*\" >> called\ncase \"$*\" in\n{programs}\nesac\n",
                 node.0.path().display()
             );
-            for (path, text) in [
-                ("bin/nsenter", &*text),
-                ("host/usr/local/bin/bulkhead", "old"),
-                ("new/usr/local/bin/bulkhead", "new"),
-            ] {
-                fs::write(node.at(path), text).unwrap();
-                fs::set_permissions(node.at(path), fs::Permissions::from_mode(0o755)).unwrap();
+            node.write("bin/nsenter", &text);
+            for file in OF_ARCHIVE {
+                node.write(&format!("host/{file}"), "old");
+                node.write(&format!("new/{file}"), "new");
             }
             let status = Command::new("tar")
-                .args(["-czf", "bulkhead.tar.gz", "-C", "new", "usr/local/bin/bulkhead"])
+                .args(["-czf", "bulkhead.tar.gz", "-C", "new"])
+                .args(OF_ARCHIVE)
                 .current_dir(&node.0)
                 .status();
             assert!(status.unwrap().success());
@@ -210,6 +211,13 @@ mod tests {
 
         fn at(&self, path: &str) -> PathBuf {
             self.0.path().join(path)
+        }
+
+        /// Writes a program.
+        fn write(&self, path: &str, text: &str) {
+            fs::create_dir_all(self.at(path).parent().unwrap()).unwrap();
+            fs::write(self.at(path), text).unwrap();
+            fs::set_permissions(self.at(path), fs::Permissions::from_mode(0o755)).unwrap();
         }
 
         /// Runs the script of the manifest. Returns whether it has succeeded, and what it has said.
@@ -257,6 +265,33 @@ mod tests {
             let (is_done, said) = node.run("daemonset-remove.yaml");
             assert!(!is_done && said.contains(reason) && said.contains("failed: busy"), "{said}");
             assert!(node.at("host/usr/local/bin/bulkhead").exists() && !node.called().contains("uninstall"));
+        }
+    }
+
+    #[test]
+    fn a_node_with_the_package_is_left_alone() {
+        for manifest in ["daemonset.yaml", "daemonset-remove.yaml"] {
+            // Once without the archive, and once over the package, as an older manifest has unpacked it.
+            for has_archive in [false, true] {
+                let node = Node::with("*' ps --json') echo '[]' ;;");
+                node.write("host/usr/bin/bulkhead", "of the package");
+                if !has_archive {
+                    fs::remove_file(node.at("host/usr/local/bin/bulkhead")).unwrap();
+                }
+                let (is_done, said) = node.run(manifest);
+                assert!(!is_done, "{said}");
+                for part in
+                    ["/usr/bin/bulkhead", "dpkg --remove bulkhead", "kubectl label node NODE bulkhead-"]
+                {
+                    assert!(said.contains(part), "{said}");
+                }
+                assert!(!node.at("called").exists(), "{}", node.called());
+                let read = |path: &str| fs::read_to_string(node.at(path)).ok();
+                assert_eq!(read("host/usr/bin/bulkhead").as_deref(), Some("of the package"));
+                assert_eq!(read("host/usr/lib/bulkhead/bulkhead-vmm").as_deref(), Some("old"));
+                assert_eq!(read("host/usr/local/bin/bulkhead").is_some(), has_archive);
+                assert!(!node.at("host/usr/local/.bulkhead-new").exists());
+            }
         }
     }
 
