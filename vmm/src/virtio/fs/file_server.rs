@@ -271,6 +271,20 @@ impl Tables {
         self.locks.close(|number| closed.contains(&number) || nodes.device(number).is_none());
     }
 
+    /// The guest has added names to a directory or, if `removes`, has removed or replaced some.
+    pub(super) fn changed_names(&mut self, directory: u64, removes: bool) {
+        self.listings.changed(directory);
+        if removes {
+            self.nodes.lost_names(directory, self.listings.last());
+        }
+    }
+
+    fn forget(&mut self, node: u64, lookups: u64) {
+        if self.nodes.forget(node, lookups) {
+            self.listings.forget(node);
+        }
+    }
+
     /// Keeps the descriptor of a handle that was opened with `flags`. ESTALE: the file was unmounted meanwhile.
     pub(super) fn keep_file(&mut self, number: u64, flags: OFlags, fd: &Arc<OwnedFd>) -> Result<()> {
         self.check_mounted(number)?;
@@ -401,10 +415,12 @@ impl Server {
             | opcode::RENAME
             | opcode::RENAME2
             | opcode::CREATE => {
-                let directory = request.header.node;
+                let (directory, opcode) = (request.header.node, request.header.opcode);
                 let answer = self.change_directory(request);
+                let removes =
+                    matches!(opcode, opcode::UNLINK | opcode::RMDIR | opcode::RENAME | opcode::RENAME2);
                 // The guest must see the change after it has the answer.
-                self.tables().listings.changed(directory);
+                self.tables().changed_names(directory, removes);
                 answer
             }
             opcode::TMPFILE => self.make_nameless(request),
@@ -470,14 +486,14 @@ impl Server {
 
     fn forget(&mut self, header: &Header, mut args: Args) -> Result<()> {
         if header.opcode == opcode::FORGET {
-            self.tables().nodes.forget(header.node, args.u64()?);
+            self.tables().forget(header.node, args.u64()?);
             return Ok(());
         }
         let count = args.u32()?;
         args.skip(4)?;
         for _ in 0..count {
             let (node, lookups) = (args.u64()?, args.u64()?);
-            self.tables().nodes.forget(node, lookups);
+            self.tables().forget(node, lookups);
         }
         Ok(())
     }
