@@ -8,6 +8,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 
+mod kernel_files;
 mod synced;
 
 use super::Case;
@@ -39,6 +40,7 @@ pub(super) const CASES: &[Case] = &[
     Case::both("each_file_system_of_the_host_has_its_own_device_number", device_numbers),
     Case::bulkhead("mounts_of_the_container_are_not_for_the_host", bind_shared),
     Case::both("a_big_file_of_the_host_is_read_whole", bind_big_file),
+    Case::both("files_that_the_hosts_kernel_makes_are_as_on_the_host", kernel_files::as_on_the_host),
     Case::both("owners_modes_and_links_are_kept", bind_metadata),
     Case::both("many_files_are_made_and_removed", many_files),
     Case::both("a_tree_of_many_directories_is_removed_whole", tree_removed),

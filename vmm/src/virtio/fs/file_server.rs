@@ -26,6 +26,7 @@ use super::{
     counts::Counts,
     descriptors::Unused,
     file_stat::{FileStat, stat_at},
+    file_system_kind::FileSystemKind,
     handles::{self, Handles},
     listings::{self, Listings},
     lock_owners::{self, Locks},
@@ -125,8 +126,8 @@ pub(super) struct Shared {
     tables: Mutex<Tables>,
     /// Descriptors that were removed from the tables. See [`Shared::take_unused`].
     unused: Mutex<VecDeque<Unused>>,
-    /// Which file systems are NFS, by their device numbers. See [`Shared::is_nfs`].
-    pub(super) nfs: Mutex<HashMap<u64, bool>>,
+    /// The kinds of file systems, by their device numbers. See [`Shared::kind_of_file_system`].
+    pub(super) kinds: Mutex<HashMap<u64, FileSystemKind>>,
 }
 
 /// What the guest knows and has open.
@@ -193,8 +194,8 @@ impl Shared {
         let tables = Mutex::new(Tables::new(root.clone(), stat, limits, is_exclusive)?);
         // The root has 0, and Linux passes the number on as an `int`.
         let generation = (RandomState::new().hash_one(()) as u32 >> 1).max(1);
-        let (is_syncing, unused, nfs) = (AtomicBool::new(false), Mutex::default(), Mutex::default());
-        Ok(Self { root, limits, is_exclusive, is_syncing, generation, tables, unused, nfs })
+        let (is_syncing, unused, kinds) = (AtomicBool::new(false), Mutex::default(), Mutex::default());
+        Ok(Self { root, limits, is_exclusive, is_syncing, generation, tables, unused, kinds })
     }
 
     /// Locks the tables.
@@ -208,7 +209,7 @@ impl Shared {
         let gone = self.gone();
         self.tables().close_unmounted(&gone);
         // Another file system may get a number of one that is gone.
-        lock(&self.nfs).clear();
+        lock(&self.kinds).clear();
     }
 
     /// The nodes in the root that are not there any more. A node that the guest looks up meanwhile is none of them.
