@@ -332,7 +332,7 @@ impl Drop for Parameter {
 }
 
 /// A cgroup that is removed at the end.
-struct Above(PathBuf);
+pub(super) struct Above(pub(super) PathBuf);
 
 impl Drop for Above {
     fn drop(&mut self) {

@@ -8,6 +8,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 
+mod kernel_files;
 mod synced;
 
 use super::Case;
@@ -39,8 +40,10 @@ pub(super) const CASES: &[Case] = &[
     Case::both("each_file_system_of_the_host_has_its_own_device_number", device_numbers),
     Case::bulkhead("mounts_of_the_container_are_not_for_the_host", bind_shared),
     Case::both("a_big_file_of_the_host_is_read_whole", bind_big_file),
+    Case::both("files_that_the_hosts_kernel_makes_are_as_on_the_host", kernel_files::as_on_the_host),
     Case::both("owners_modes_and_links_are_kept", bind_metadata),
     Case::both("many_files_are_made_and_removed", many_files),
+    Case::both("a_tree_of_many_directories_is_removed_whole", tree_removed),
     Case::both("a_tmpfs_has_its_size", tmpfs),
     // runc 1.1 leaves the root private.
     Case::bulkhead("the_propagation_of_the_root_is_the_specs", root_propagation),
@@ -456,6 +459,16 @@ fn many_files(host: &Host) -> Result<()> {
                   test \"$before\" = \"$(ls /bin)\"";
     let counts = "300\n1\n300\n200\n300\n300\n";
     host.sh(&format!("{script}; {merged}"))?.succeeds()?.prints(counts)?.complains("")?;
+    Ok(())
+}
+
+/// BusyBox removes the tree while it reads it. The names are so long that it gets about twelve at a time, and below
+/// those it reads more directories than the file server keeps listings.
+fn tree_removed(host: &Host) -> Result<()> {
+    let script = "mkdir /tree && cd /tree && long=$(printf %0150d 0) && \
+                  for i in $(seq 10 24); do for j in $(seq 90); do echo $long$i/$j; done; done | \
+                  xargs mkdir -p && test -d ${long}24/90 && cd / && rm -r /tree && test ! -e /tree";
+    host.sh(script)?.succeeds()?.prints("")?.complains("")?;
     Ok(())
 }
 

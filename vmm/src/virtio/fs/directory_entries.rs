@@ -187,7 +187,7 @@ impl Server {
                 self.tables().nodes.renamed(&stat, (parent, name), (new_parent, new_name));
             }
         }
-        self.tables().listings.changed(new_parent);
+        self.tables().changed_names(new_parent, true);
         Ok(done())
     }
 

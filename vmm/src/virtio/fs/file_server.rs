@@ -26,6 +26,7 @@ use super::{
     counts::Counts,
     descriptors::Unused,
     file_stat::{FileStat, stat_at},
+    file_system_kind::FileSystemKind,
     handles::{self, Handles},
     listings::{self, Listings},
     lock_owners::{self, Locks},
@@ -125,8 +126,8 @@ pub(super) struct Shared {
     tables: Mutex<Tables>,
     /// Descriptors that were removed from the tables. See [`Shared::take_unused`].
     unused: Mutex<VecDeque<Unused>>,
-    /// Which file systems are NFS, by their device numbers. See [`Shared::is_nfs`].
-    pub(super) nfs: Mutex<HashMap<u64, bool>>,
+    /// The kinds of file systems, by their device numbers. See [`Shared::kind_of_file_system`].
+    pub(super) kinds: Mutex<HashMap<u64, FileSystemKind>>,
 }
 
 /// What the guest knows and has open.
@@ -193,8 +194,8 @@ impl Shared {
         let tables = Mutex::new(Tables::new(root.clone(), stat, limits, is_exclusive)?);
         // The root has 0, and Linux passes the number on as an `int`.
         let generation = (RandomState::new().hash_one(()) as u32 >> 1).max(1);
-        let (is_syncing, unused, nfs) = (AtomicBool::new(false), Mutex::default(), Mutex::default());
-        Ok(Self { root, limits, is_exclusive, is_syncing, generation, tables, unused, nfs })
+        let (is_syncing, unused, kinds) = (AtomicBool::new(false), Mutex::default(), Mutex::default());
+        Ok(Self { root, limits, is_exclusive, is_syncing, generation, tables, unused, kinds })
     }
 
     /// Locks the tables.
@@ -208,7 +209,7 @@ impl Shared {
         let gone = self.gone();
         self.tables().close_unmounted(&gone);
         // Another file system may get a number of one that is gone.
-        lock(&self.nfs).clear();
+        lock(&self.kinds).clear();
     }
 
     /// The nodes in the root that are not there any more. A node that the guest looks up meanwhile is none of them.
@@ -269,6 +270,20 @@ impl Tables {
         // A hostile guest may have forgotten a node that it has locked.
         let nodes = &self.nodes;
         self.locks.close(|number| closed.contains(&number) || nodes.device(number).is_none());
+    }
+
+    /// The guest has added names to a directory or, if `removes`, has removed or replaced some.
+    pub(super) fn changed_names(&mut self, directory: u64, removes: bool) {
+        self.listings.changed(directory);
+        if removes {
+            self.nodes.lost_names(directory, self.listings.last());
+        }
+    }
+
+    fn forget(&mut self, node: u64, lookups: u64) {
+        if self.nodes.forget(node, lookups) {
+            self.listings.forget(node);
+        }
     }
 
     /// Keeps the descriptor of a handle that was opened with `flags`. ESTALE: the file was unmounted meanwhile.
@@ -401,10 +416,12 @@ impl Server {
             | opcode::RENAME
             | opcode::RENAME2
             | opcode::CREATE => {
-                let directory = request.header.node;
+                let (directory, opcode) = (request.header.node, request.header.opcode);
                 let answer = self.change_directory(request);
+                let removes =
+                    matches!(opcode, opcode::UNLINK | opcode::RMDIR | opcode::RENAME | opcode::RENAME2);
                 // The guest must see the change after it has the answer.
-                self.tables().listings.changed(directory);
+                self.tables().changed_names(directory, removes);
                 answer
             }
             opcode::TMPFILE => self.make_nameless(request),
@@ -470,14 +487,14 @@ impl Server {
 
     fn forget(&mut self, header: &Header, mut args: Args) -> Result<()> {
         if header.opcode == opcode::FORGET {
-            self.tables().nodes.forget(header.node, args.u64()?);
+            self.tables().forget(header.node, args.u64()?);
             return Ok(());
         }
         let count = args.u32()?;
         args.skip(4)?;
         for _ in 0..count {
             let (node, lookups) = (args.u64()?, args.u64()?);
-            self.tables().nodes.forget(node, lookups);
+            self.tables().forget(node, lookups);
         }
         Ok(())
     }

@@ -9,6 +9,11 @@
 //! listing. The position of an entry is the number of its listing, and the number of the entry there. A process that
 //! begins to read a directory gets a new listing, unless there is one that is complete, and the guest has not changed
 //! the directory since.
+//!
+//! If there are too many listings, one that was read to its end is removed before one that a process may still be
+//! reading. If the listing of a position was removed nevertheless, the directory is listed again, and read on from the
+//! same number of entries. But if names were removed from the directory since the listing was begun, other entries may
+//! have these numbers now. Then it is read from its start: a process may get an entry twice, but none is left out.
 
 use std::{
     collections::{HashMap, HashSet, VecDeque},
@@ -40,16 +45,23 @@ pub(super) struct Limits {
     pub(super) bytes: usize,
 }
 
+/// The number of a listing. 0: of none.
+pub(super) type Number = u32;
+
+/// Linux keeps positions in signed numbers, so a number has 31 bits.
+const LAST_NUMBER: Number = i32::MAX as Number;
+
 /// A position in a directory. 0 is its start.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Position {
-    /// The number of the listing. 0: of none.
-    listing: u32,
+    listing: Number,
     /// The number of the next entry.
     pub(super) index: u64,
 }
 
 impl Position {
+    pub(super) const START: Self = Self { listing: 0, index: 0 };
+
     pub(super) fn of_cookie(cookie: u64) -> Self {
         Self { listing: (cookie >> 32) as u32, index: cookie & u64::from(u32::MAX) }
     }
@@ -59,7 +71,13 @@ impl Position {
     }
 
     fn is_start(self) -> bool {
-        self.cookie() == 0
+        self == Self::START
+    }
+
+    /// Whether the listing is the one with this number, or an earlier one. Numbers come again, so only the half of them
+    /// that is before a number counts as earlier.
+    pub(super) fn is_of_or_before(self, number: Number) -> bool {
+        number.wrapping_sub(self.listing) & LAST_NUMBER <= LAST_NUMBER / 2
     }
 
     /// ESTALE: the position is so far from the start that reading up to it would take long.
@@ -156,7 +174,7 @@ impl Listing {
 
 /// A listing that a request uses.
 pub(super) struct Used {
-    number: u32,
+    number: Number,
     listing: Arc<Mutex<Listing>>,
     /// None: the listing is complete.
     directory: Option<Arc<OwnedFd>>,
@@ -180,7 +198,8 @@ impl Used {
             listing.read(index, directory)?;
         }
         let Listing { first, bytes, is_complete, .. } = *listing;
-        Ok((listing.from(index, room, fixed), State { first, bytes, is_complete }))
+        let is_at_end = is_complete && index >= listing.end();
+        Ok((listing.from(index, room, fixed), State { first, bytes, is_complete, is_at_end }))
     }
 }
 
@@ -190,6 +209,8 @@ pub(super) struct State {
     first: u64,
     bytes: usize,
     is_complete: bool,
+    /// The reader knows now that there are no more entries. It may have used only some of those of an earlier answer.
+    is_at_end: bool,
 }
 
 struct Kept {
@@ -202,6 +223,8 @@ struct Kept {
     /// See [`State`].
     first: u64,
     bytes: usize,
+    /// How many have begun to read it and have not come to its end. Some may have given up.
+    readers: usize,
     /// When it was used last, on [`Listings::clock`].
     used_at: u64,
 }
@@ -209,10 +232,10 @@ struct Kept {
 /// The table.
 pub(super) struct Listings {
     limits: Limits,
-    kept: HashMap<u32, Kept>,
+    kept: HashMap<Number, Kept>,
     /// The last listing of each directory that was not changed since it was begun.
-    current: HashMap<u64, u32>,
-    last: u32,
+    current: HashMap<u64, Number>,
+    last: Number,
     clock: u64,
     bytes: usize,
     /// Descriptors that the owner of the table has to close, without its lock.
@@ -261,6 +284,7 @@ impl Listings {
             return None;
         }
         kept.used_at = now;
+        kept.readers += usize::from(is_start);
         Some(Used { number, listing: kept.listing.clone(), directory: kept.directory.clone() })
     }
 
@@ -278,7 +302,8 @@ impl Listings {
         let used = Used { number, listing: listing.clone(), directory: Some(directory.clone()) };
         let used_at = self.tick();
         let directory = Some(directory);
-        self.kept.insert(number, Kept { node, device, listing, directory, first: 0, bytes: 0, used_at });
+        let (first, bytes, readers) = (0, 0, 1);
+        self.kept.insert(number, Kept { node, device, listing, directory, first, bytes, readers, used_at });
         if is_shared {
             self.current.insert(node, number);
         }
@@ -291,6 +316,7 @@ impl Listings {
         let Some(kept) = self.kept.get_mut(&number) else { return };
         self.bytes = self.bytes - kept.bytes + state.bytes;
         (kept.first, kept.bytes) = (state.first, state.bytes);
+        kept.readers = kept.readers.saturating_sub(usize::from(state.is_at_end));
         let device = kept.device;
         if state.is_complete
             && let Some(directory) = kept.directory.take()
@@ -305,22 +331,33 @@ impl Listings {
         self.current.remove(&node);
     }
 
+    /// The guest does not know a directory any more, so nobody reads it.
+    pub(super) fn forget(&mut self, node: u64) {
+        self.close(&HashSet::from([node]));
+    }
+
+    /// The number of the listing that was begun last.
+    pub(super) fn last(&self) -> Number {
+        self.last
+    }
+
     /// Removes the listings of these nodes.
     pub(super) fn close(&mut self, nodes: &HashSet<u64>) {
         let of_nodes = self.kept.iter().filter(|(_, kept)| nodes.contains(&kept.node));
-        let numbers: Vec<u32> = of_nodes.map(|(number, _)| *number).collect();
+        let numbers: Vec<Number> = of_nodes.map(|(number, _)| *number).collect();
         numbers.into_iter().for_each(|number| self.remove(number));
     }
 
-    /// Removes the listing that was not used for the longest time, but not the listing `but`. Returns false if there is
-    /// none.
-    fn evict(&mut self, but: u32) -> bool {
+    /// Removes a listing that was read to its end or else any, namely the one that was not used for the longest time,
+    /// but not the listing `but`. Returns false if there is none.
+    fn evict(&mut self, but: Number) -> bool {
         let others = self.kept.iter().filter(|(number, _)| **number != but);
-        let oldest = others.min_by_key(|(_, kept)| kept.used_at).map(|(number, _)| *number);
+        let oldest =
+            others.min_by_key(|(_, kept)| (kept.readers > 0, kept.used_at)).map(|(number, _)| *number);
         oldest.inspect(|number| self.remove(*number)).is_some()
     }
 
-    fn remove(&mut self, number: u32) {
+    fn remove(&mut self, number: Number) {
         let Some(Kept { node, device, directory, bytes, .. }) = self.kept.remove(&number) else { return };
         self.bytes -= bytes;
         self.unused.extend(directory.map(|fd| Unused { device, _kept: fd }));
@@ -329,10 +366,10 @@ impl Listings {
         }
     }
 
-    /// A number that no listing has. Linux keeps positions in signed numbers, so it has 31 bits.
-    fn next_number(&mut self) -> u32 {
+    /// A number that no listing has.
+    fn next_number(&mut self) -> Number {
         loop {
-            self.last = if self.last >= i32::MAX as u32 { 1 } else { self.last + 1 };
+            self.last = if self.last >= LAST_NUMBER { 1 } else { self.last + 1 };
             if !self.kept.contains_key(&self.last) {
                 return self.last;
             }

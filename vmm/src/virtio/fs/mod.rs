@@ -49,6 +49,7 @@ mod extended_attributes;
 mod file_locks;
 mod file_server;
 mod file_stat;
+mod file_system_kind;
 mod handles;
 mod identity;
 mod inode_flags;

@@ -18,6 +18,7 @@ use super::{
     descriptors::{Descriptors, Unused},
     file_stat::FileStat,
     identity::{Id, device_of, is_socket_or_fifo, kind_of},
+    listings,
     table::Table,
 };
 
@@ -97,6 +98,8 @@ struct Node {
     found_by: u32,
     /// The file was found by another name before.
     had_other_name: bool,
+    /// See [`Nodes::lost_names`].
+    lost_names_at: Option<listings::Number>,
 }
 
 impl Node {
@@ -125,6 +128,7 @@ impl Node {
             is_unmounted: false,
             found_by: 0,
             had_other_name: false,
+            lost_names_at: None,
         }
     }
 }
@@ -459,15 +463,17 @@ impl Nodes {
         Err(Errno::LOOP)
     }
 
-    /// The guest forgets `count` lookups of a node.
-    pub(super) fn forget(&mut self, number: u64, count: u64) {
-        let Some(node) = self.table.get_mut(number) else { return };
+    /// The guest forgets `count` lookups of a node. Returns true if it is a directory that the guest does not know now.
+    pub(super) fn forget(&mut self, number: u64, count: u64) -> bool {
+        let Some(node) = self.table.get_mut(number) else { return false };
         node.lookups = node.lookups.saturating_sub(count);
-        if node.lookups == 0 {
+        let (is_forgotten, is_directory) = (node.lookups == 0, node.kind == FileType::Directory);
+        if is_forgotten {
             // A file that a process has open is not forgotten.
             self.forget_contents(number);
         }
         self.collect(number);
+        is_forgotten && is_directory
     }
 
     /// Counts a new handle of a node.

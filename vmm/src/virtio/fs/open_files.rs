@@ -52,7 +52,7 @@ impl Server {
         let (fd, opener) = (Arc::new(fd), self.caller);
         let device = self.tables().nodes.device(node).ok_or(Errno::STALE)?;
         // Here the file system responds. Where the handle is removed it may not.
-        self.shared.is_nfs(device, &fd);
+        self.shared.kind_of_file_system(device, &fd);
         let mut tables = self.tables();
         tables.nodes.opened_as(node, &fd)?;
         let number = tables.handles.insert(node, device, flags, opener, fd.clone());

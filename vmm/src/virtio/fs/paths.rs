@@ -11,6 +11,7 @@ use super::{
     abi::Result,
     file_server::{Server, Shared},
     file_stat::{FileStat, path_of, stat_at},
+    file_system_kind::{FileSystemKind, PROC_SUPER_MAGIC},
     identity::{device_of, kind_of},
     nodes::{Held, MOST_ANCESTORS, MOST_DEVICES, Place},
 };
@@ -19,10 +20,6 @@ use crate::lock;
 /// Flags for a descriptor that refers to a file but does not open it. A symbolic link is not followed.
 const PATH_FLAGS: OFlags = OFlags::PATH.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
 
-/// `NFS_SUPER_MAGIC` (statfs(2)).
-pub(super) const NFS: i64 = 0x6969;
-/// `PROC_SUPER_MAGIC`.
-const PROC_SUPER_MAGIC: i64 = 0x9fa0;
 /// Files of procfs with the memory of a process, or with addresses in it. The kernel protects those of other
 /// processes (ptrace(2), "Ptrace access mode checking"), but lets a process open its own. So a guest that has the
 /// host's /proc as a volume could read and write the memory of the VMM.
@@ -213,7 +210,7 @@ impl Server {
         let fd = Arc::new(openat(&*dir, name, PATH_FLAGS, Mode::empty())?);
         let stat = stat_at(&*fd, c"")?;
         let device = device_of(&stat);
-        let is_nfs = self.shared.is_nfs(device, &fd);
+        let is_nfs = self.shared.kind_of_file_system(device, &fd) == FileSystemKind::Nfs;
         let held = self.tables().nodes.hold(parent, name, &fd, &stat, is_nfs)?;
         if is_nfs {
             // Those of handles that the guest has just closed.
@@ -226,24 +223,24 @@ impl Server {
 }
 
 impl Shared {
-    /// Whether the file system with this device number, on which `fd` is, is NFS. It is asked once: each statfs(2) of
-    /// NFS is a request to its server.
-    pub(super) fn is_nfs(&self, device: u64, fd: &OwnedFd) -> bool {
-        if let Some(known) = lock(&self.nfs).get(&device) {
+    /// The kind of the file system with this device number, on which `fd` is. It is asked once: each statfs(2) of NFS
+    /// is a request to its server.
+    pub(super) fn kind_of_file_system(&self, device: u64, fd: &OwnedFd) -> FileSystemKind {
+        if let Some(known) = lock(&self.kinds).get(&device) {
             return *known;
         }
-        let is_nfs = fstatfs(fd).is_ok_and(|stat| stat.f_type == NFS);
-        let mut nfs = lock(&self.nfs);
-        if nfs.len() >= MOST_DEVICES {
-            nfs.clear();
+        let kind = fstatfs(fd).map_or(FileSystemKind::Other, |stat| FileSystemKind::of(stat.f_type));
+        let mut kinds = lock(&self.kinds);
+        if kinds.len() >= MOST_DEVICES {
+            kinds.clear();
         }
-        nfs.insert(device, is_nfs);
-        is_nfs
+        kinds.insert(device, kind);
+        kind
     }
 
     /// Whether it is known to be NFS. Does not wait for the file system.
     pub(super) fn is_known_as_nfs(&self, device: u64) -> bool {
-        lock(&self.nfs).get(&device).is_some_and(|is_nfs| *is_nfs)
+        lock(&self.kinds).get(&device) == Some(&FileSystemKind::Nfs)
     }
 }
 

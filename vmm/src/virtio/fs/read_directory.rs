@@ -131,7 +131,7 @@ impl Server {
 
     /// Reads a directory that has no handle.
     fn read_listing(&mut self, node: u64, position: Position, room: usize, plus: bool) -> Result<Entries> {
-        let found = self.tables().listings.find(node, position);
+        let (position, found) = self.find_listing(node, position);
         let used = match found {
             Some(used) => used,
             None => self.begin_listing(node, position)?,
@@ -147,6 +147,17 @@ impl Server {
             }
         }
         Ok(entries)
+    }
+
+    /// The listing of a directory to read from a position on, if there is one, and the position. It is the start if the
+    /// listing was removed and entries could be left out from there on.
+    fn find_listing(&self, node: u64, position: Position) -> (Position, Option<Used>) {
+        let mut tables = self.tables();
+        let found = tables.listings.find(node, position);
+        if found.is_some() || !tables.nodes.has_lost_names_since(node, position) {
+            return (position, found);
+        }
+        (Position::START, tables.listings.find(node, Position::START))
     }
 
     /// Opens a directory for a new listing, which will be read from a position on.

@@ -22,7 +22,9 @@ use super::{
     attributes::ATTR_OUT,
     file_server::{Answer, LONGEST_DATA, Request, Server, done},
     file_stat::{FileStat, stat_at},
+    file_system_kind::FileSystemKind,
     handles,
+    identity::device_of,
     nodes::caching::Known,
     open_files::Opened,
 };
@@ -49,6 +51,11 @@ impl Server {
         }
         self.tables().handles.make_room()?;
         let (file, stat) = self.open_file(node, flags, open_flags & OPEN_KILL_SUIDGID != 0)?;
+        if self.is_made_by_kernel(&stat, &file) {
+            // The page cache would end at the size, which is 0 or any other number, and keep what was read once.
+            let handle = self.add_handle(node, handles::kept(flags), file)?;
+            return Ok(Body::default().u64(handle).u32(OPEN_NOFLUSH | OPEN_DIRECT_IO).u32(0).into());
+        }
         if flags == OPENED_FOR_IOCTL {
             // What the guest has cached stays to be checked by the next open. A 32-bit process, which may read, gets
             // what the host has.
@@ -72,6 +79,11 @@ impl Server {
         }
         let handle = self.add_handle(node, handles::kept(flags), file)?;
         Ok(Body::default().u64(handle).u32(keeps).u32(0).into())
+    }
+
+    /// Whether the host's kernel makes the contents of an open file when they are read.
+    fn is_made_by_kernel(&self, stat: &FileStat, file: &OwnedFd) -> bool {
+        self.shared.kind_of_file_system(device_of(stat), file) == FileSystemKind::MadeByKernel
     }
 
     /// Opens a regular file, and truncates it if `flags` has O_TRUNC. It is truncated only after its identity was
@@ -174,7 +186,11 @@ impl Server {
         let iovecs = &mut self.iovecs;
         let mut write = || match appends {
             true => iovecs.append(&*fd, data.slices()).map_err(errno),
-            false => iovecs.write_at(&*fd, data.slices(), offset).map_err(errno),
+            false => match iovecs.write_at(&*fd, data.slices(), offset).map_err(errno) {
+                // Some files that the kernel makes take what is written, whatever the position (/proc/PID/comm).
+                Err(Errno::SPIPE) => rustix::io::write(&*fd, &data.to_vec()),
+                written => written,
+            },
         };
         let written = without_set_id_bits(write_flags & WRITE_KILL_SUIDGID != 0, || {
             loop {

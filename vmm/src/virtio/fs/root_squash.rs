@@ -10,7 +10,7 @@ use super::{
     abi::{Header, Result, opcode},
     caller::Caller,
     file_server::{Answer, Request, Server},
-    paths::NFS,
+    file_system_kind::NFS,
 };
 use crate::virtio::chain::Buffers;
 

@@ -40,6 +40,7 @@ use crate::{
 mod exclusive;
 mod extended_attributes;
 mod inode_flags;
+mod kernel_files;
 mod listings;
 mod locks;
 mod sockets_and_fifos;

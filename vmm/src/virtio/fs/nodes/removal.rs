@@ -9,6 +9,7 @@ use crate::virtio::fs::{
     abi::Result,
     file_stat::FileStat,
     identity::{device_of, is_socket_or_fifo},
+    listings::{Number, Position},
 };
 
 /// A node whose name is about to be removed. See [`Nodes::hold`].
@@ -16,6 +17,19 @@ use crate::virtio::fs::{
 pub(in crate::virtio::fs) struct Held(u64);
 
 impl Nodes {
+    /// Names in a directory were removed or changed, when `last` was the last listing.
+    pub(in crate::virtio::fs) fn lost_names(&mut self, directory: u64, last: Number) {
+        if let Some(node) = self.table.get_mut(directory) {
+            node.lost_names_at = Some(last);
+        }
+    }
+
+    /// Whether names in a directory were removed or changed since the listing of a position was begun.
+    pub(in crate::virtio::fs) fn has_lost_names_since(&self, directory: u64, position: Position) -> bool {
+        let at = self.table.get(directory).and_then(|node| node.lost_names_at);
+        at.is_some_and(|last| position.is_of_or_before(last))
+    }
+
     /// Call this before the name of a file is removed, with a descriptor of the file. If the name is the place of the
     /// file's node, the descriptor becomes its anchor.
     ///

@@ -199,6 +199,84 @@ fn listings_take_a_bounded_number_of_descriptors_and_go_on_after_they_were_remov
     assert_eq!(guest.ask(opcode::READDIR, root, body.as_bytes()), Ok(Vec::new()));
 }
 
+/// Makes a directory with 10 files, reads it to its end, and removes it.
+fn make_read_and_remove(guest: &mut Guest, root: u64, name: &str) {
+    make_files(guest, name, 10);
+    let directory = guest.lookup(root, name).unwrap();
+    for file in list(guest, directory).iter().filter(|name| name.starts_with("file-")) {
+        remove(guest, directory, file);
+    }
+    guest.ask(opcode::RMDIR, root, format!("{name}\0").as_bytes()).unwrap();
+}
+
+#[test]
+fn nothing_is_left_by_who_removes_what_it_reads_and_reads_many_directories_meanwhile() {
+    let (mut guest, root) = guest_and_root(few());
+    make_files(&guest, "tree", 100);
+    let tree = guest.lookup(root, "tree").unwrap();
+    let (mut position, mut pages) = (0, 0);
+    loop {
+        let entries = read_some(&mut guest, opcode::READDIR, tree, position);
+        let Some((_, next)) = entries.last() else { break };
+        (position, pages) = (*next, pages + 1);
+        for (name, _) in entries.into_iter().filter(|(name, _)| name.starts_with("file-")) {
+            remove(&mut guest, tree, &name);
+            // Linux forgets it later.
+            make_read_and_remove(&mut guest, root, &format!("dir-of-{name}"));
+        }
+    }
+    guest.ask(opcode::RMDIR, root, b"tree\0").unwrap();
+    assert!((4..8).contains(&pages), "{pages}");
+}
+
+#[test]
+fn no_entry_is_left_out_after_the_listing_was_removed_and_names_were_removed_from_the_directory() {
+    for removes in [true, false] {
+        let (mut guest, root) = guest_and_root(few());
+        make_files(&guest, "tree", 100);
+        let tree = guest.lookup(root, "tree").unwrap();
+        let (mut position, mut seen, mut pages) = (0, Vec::new(), 0);
+        loop {
+            let entries = read_some(&mut guest, opcode::READDIR, tree, position);
+            let Some((_, next)) = entries.last() else { break };
+            (position, pages) = (*next, pages + 1);
+            let names = entries.into_iter().map(|(name, _)| name).filter(|name| name.starts_with("file-"));
+            for name in names {
+                if removes {
+                    remove(&mut guest, tree, &name);
+                }
+                seen.push(name);
+            }
+            // These are never read to their ends.
+            for index in 0..10 {
+                let name = format!("begun-{pages}-{index}");
+                make_files(&guest, &name, 60);
+                let begun = guest.lookup(root, &name).unwrap();
+                read_some(&mut guest, opcode::READDIR, begun, 0);
+            }
+            assert!(pages < 20, "it does not end");
+        }
+        let names: BTreeSet<_> = seen.iter().collect();
+        assert_eq!((seen.len(), names.len()), (100, 100), "{removes}");
+    }
+}
+
+#[test]
+fn the_listings_of_a_directory_that_the_guest_has_forgotten_are_removed() {
+    let (mut guest, root) = guest_and_root(few());
+    make_files(&guest, "dir", 600);
+    let dir = guest.lookup(root, "dir").unwrap();
+    read_some(&mut guest, opcode::READDIR, dir, 0);
+    let place = guest.path("c/rootfs/dir");
+    let open = || {
+        let links = fs::read_dir("/proc/self/fd").unwrap().map(|entry| fs::read_link(entry.unwrap().path()));
+        links.flatten().filter(|link| *link == place).count()
+    };
+    assert!(open() > 0);
+    guest.forget(dir, 1);
+    until(|| open() == 0);
+}
+
 #[test]
 fn a_directory_that_was_removed_is_read_to_where_it_was_listed() {
     let (mut guest, root) = guest_and_root(few());
