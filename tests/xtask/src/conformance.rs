@@ -254,11 +254,6 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "a client of FUSE in Linux does not send them",
     ),
     (
-        "sendfile(2) and splice(2), which `cat` of BusyBox uses, from files of the host's /proc, /sys and cgroups: not \
-         refused, but they find a file empty whose size is 0, and may find older contents of another one",
-        "Linux's FUSE client answers them from its page cache, which ends at the size of the file",
-    ),
-    (
         "access times of files of the host: not refused, but a read that the guest answers from its caches does not \
          update them. The first read of a file that was just written to an exclusive root is such a read. Following a \
          symbolic link may update its access time",

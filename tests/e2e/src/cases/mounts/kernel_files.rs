@@ -15,6 +15,7 @@ const CGROUPS: [(&str, &str, &str, &str); 2] = [
     ("/sys/fs/cgroup/pids", "cgroup.clone_children", "cgroup.clone_children", "1"),
 ];
 
+/// BusyBox reads them by read(2) and, in cat, by sendfile(2).
 pub(super) fn as_on_the_host(host: &Host) -> Result<()> {
     let of_host = CGROUPS.into_iter().find(|(root, file, ..)| Path::new(root).join(file).exists());
     let (root, read, written, value) = of_host.context("the host has no cgroups")?;
@@ -27,10 +28,10 @@ pub(super) fn as_on_the_host(host: &Host) -> Result<()> {
     let container =
         container.bind(Path::new(root), "/host/cgroup", "rbind:ro").bind(&made, "/made", "rbind:rw");
     let script = format!(
-        "cd /host/proc; head -n 1 sys/kernel/ostype; head -n 1 sys/kernel/random/boot_id; \
+        "cd /host/proc; cat sys/kernel/ostype; head -n 1 sys/kernel/random/boot_id; \
          stat -c %s loadavg; grep -cE '^([0-9.]+ ){{3}}[0-9]+/[0-9]+ [0-9]+$' loadavg; \
          before=$(head -n 1 uptime); sleep 1; test \"$before\" != \"$(head -n 1 uptime)\" && echo later; \
-         head -n 1 /host/cgroup/{read}; \
+         cat /host/cgroup/{read}; \
          cd /made; echo {value} > {written} && head -n 1 {written} && stat -c %s {written}; \
          echo 0 > /host/proc/sys/vm/overcommit_memory"
     );
