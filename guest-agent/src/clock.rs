@@ -2,6 +2,7 @@
 
 use std::io;
 
+use bulkhead_agent_api::synchronization::Synchronization;
 use nix::time::{ClockId, clock_gettime};
 
 use crate::syscall::{ClockAdjustment, adjust_clock};
@@ -25,6 +26,8 @@ pub struct Correction {
     pub rate_ppb: i32,
     /// Seconds that CLOCK_TAI is ahead of the clock.
     pub tai_offset_s: i32,
+    /// How good the clock is after the correction.
+    pub synchronization: Synchronization,
 }
 
 /// Nanoseconds since 1970.
@@ -43,6 +46,7 @@ pub fn adjust(correction: Correction) -> io::Result<()> {
         tick_us,
         frequency,
         tai_offset_s: correction.tai_offset_s.into(),
+        synchronization: correction.synchronization,
     })
 }
 
@@ -79,7 +83,9 @@ mod tests {
 
     #[test]
     fn what_the_kernel_would_not_take_is_refused() {
-        let error = adjust(Correction { step_ns: 0, rate_ppb: i32::MIN, tai_offset_s: 0 }).unwrap_err();
+        let synchronization = Synchronization::NONE;
+        let correction = Correction { step_ns: 0, rate_ppb: i32::MIN, tai_offset_s: 0, synchronization };
+        let error = adjust(correction).unwrap_err();
         assert_eq!(error.raw_os_error(), Some(libc::EINVAL));
     }
 }

@@ -19,6 +19,7 @@ use bulkhead_agent_api::{
         WaitProcessRequest, WaitProcessResponse, WriteVolumeRequest, volume_entry,
     },
     agent_ttrpc::Agent,
+    synchronization::Synchronization,
 };
 use bulkhead_vmm_api::SharedSocket;
 use ttrpc::{Code, r#async::TtrpcContext};
@@ -91,7 +92,12 @@ impl Agent for Service {
 
     async fn adjust_clock(&self, _: &TtrpcContext, request: AdjustClockRequest) -> ttrpc::Result<Empty> {
         let AdjustClockRequest { step_ns, rate_ppb, tai_offset_s, .. } = request;
-        let correction = Correction { step_ns, rate_ppb, tai_offset_s };
+        let synchronization = Synchronization {
+            is_synchronized: request.is_synchronized,
+            max_error_us: request.max_error_us,
+            estimated_error_us: request.estimated_error_us,
+        };
+        let correction = Correction { step_ns, rate_ppb, tai_offset_s, synchronization };
         self.sandbox.adjust_clock(correction).map_err(status)?;
         Ok(Empty::new())
     }

@@ -1,6 +1,8 @@
 //! What the shim and the agent say to each other: the ttrpc service of `proto/agent.proto`, the vsock ports,
 //! and the places in the guest that both name.
 
+#![deny(unsafe_code)]
+
 pub mod cpu_list;
 pub mod cpu_weight;
 pub mod datagrams;
@@ -10,10 +12,12 @@ pub mod name_server;
 pub mod network_parameters;
 pub mod nftables;
 pub mod relay;
+#[allow(unsafe_code)]
+pub mod synchronization;
 
 /// Version of this interface, checked by `StartSandbox` and by the ready message (see [`READY_PORT`]). It rises
 /// too when the agent must cope with another machine, such as one whose devices are on a PCI bus.
-pub const API_VERSION: u32 = 21;
+pub const API_VERSION: u32 = 22;
 
 /// vsock port on which the agent serves ttrpc.
 pub const RPC_PORT: u32 = 1024;

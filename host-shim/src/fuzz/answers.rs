@@ -7,7 +7,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
-use bulkhead_agent_api::{MAX_PIDS, agent as messages};
+use bulkhead_agent_api::{MAX_PIDS, agent as messages, synchronization::Synchronization};
 use bulkhead_fuzz::input::Input;
 use bulkhead_vmm_api::SharedSocket;
 use protobuf::{EnumOrUnknown, Message};
@@ -220,7 +220,10 @@ async fn rest(agent: Agent, which: u8) -> Result<(), AgentError> {
         16 => agent.update(ID, 1, b"{}".to_vec()).await,
         17 => agent.write_volume("0-1", Vec::new()).await,
         18 => agent.read_clock().await.map(drop),
-        19 => agent.adjust_clock(&Correction { step_ns: 1, rate_ppb: 1 }, 37).await,
+        19 => {
+            let correction = Correction { step_ns: 1, rate_ppb: 1 };
+            agent.adjust_clock(&correction, 37, Synchronization::NONE).await
+        }
         20 => agent.follow_memory(128).await,
         21 => agent.wait_memory_demand(true).await,
         22 => {

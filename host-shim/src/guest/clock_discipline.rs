@@ -60,6 +60,12 @@ impl Sample {
         Self { offset_ns: guest_ns.saturating_sub(middle_ns), round_trip_ns }
     }
 
+    /// How far the guest's clock may be from the host's after the correction, in nanoseconds.
+    pub(crate) fn apart_ns(&self, correction: &Correction) -> u64 {
+        let left = self.offset_ns.saturating_add(correction.step_ns);
+        left.unsigned_abs().saturating_add(self.doubt_ns() as u64)
+    }
+
     /// How far the measured offset may be wrong, either way.
     fn doubt_ns(&self) -> f64 {
         self.round_trip_ns as f64 / 2.0

@@ -2,6 +2,7 @@
 
 use std::{io, time::Duration};
 
+use bulkhead_agent_api::synchronization::Synchronization;
 use tokio::{
     task::JoinHandle,
     time::{Instant, sleep, sleep_until},
@@ -12,7 +13,7 @@ use crate::{
         agent::{Agent, AgentError},
         clock_discipline::{Correction, Discipline, Sample},
     },
-    host::clock::{Reading, Steps, tai_offset_s},
+    host::clock::{Reading, Steps, synchronization, tai_offset_s},
     types::{
         error::chain,
         log_limit::{LogLimit, Logged},
@@ -47,6 +48,8 @@ pub(crate) struct HostClock {
     /// None: it cannot be watched. Then the guest learns of a step when it is asked next.
     steps: Option<Steps>,
     since: Reading,
+    /// How good the host's clock is.
+    synchronization: fn() -> Synchronization,
 }
 
 impl HostClock {
@@ -55,7 +58,7 @@ impl HostClock {
         if let Err(error) = &steps {
             tracing::warn!(error = chain(error), "the guest will see late when the host's clock is set");
         }
-        Self { steps: steps.ok(), since: Reading::now() }
+        Self { steps: steps.ok(), since: Reading::now(), synchronization }
     }
 
     /// Has the guest's clock follow this one until the result is dropped or the guest ends.
@@ -65,6 +68,8 @@ impl HostClock {
             agent,
             steps: self.steps,
             discipline: Discipline::new(&self.since),
+            synchronization: self.synchronization,
+            told_synchronized: None,
             log: Log::default(),
         };
         Followed(tokio::spawn(tracing::Instrument::instrument(follower.run(), span)))
@@ -154,6 +159,9 @@ struct Follower {
     agent: Agent,
     steps: Option<Steps>,
     discipline: Discipline,
+    synchronization: fn() -> Synchronization,
+    /// Whether the guest was told that the host's clock is synchronized.
+    told_synchronized: Option<bool>,
     log: Log,
 }
 
@@ -195,10 +203,16 @@ impl Follower {
                 () = HostClock::wait(&mut self.steps) => return true,
                 () = sleep_until(look) => {}
             }
-            if self.discipline.observe(&Reading::now()) || Instant::now() >= due {
+            let diverged = self.discipline.observe(&Reading::now());
+            if diverged || self.has_other_quality() || Instant::now() >= due {
                 return false;
             }
         }
+    }
+
+    /// Whether the host's NTP daemon has begun or given up to keep the clock right since the guest was told.
+    fn has_other_quality(&self) -> bool {
+        self.told_synchronized.is_some_and(|told| told != (self.synchronization)().is_synchronized)
     }
 
     async fn correct(&mut self, mut host_was_set: bool) -> Result<(), AgentError> {
@@ -210,7 +224,11 @@ impl Follower {
         }
         let correction = self.discipline.correct(&sample, host_was_set, &Reading::now());
         tracing::debug!(?sample, ?correction, "the guest's clock");
-        self.agent.adjust_clock(&correction, tai_offset_s()).await?;
+        let host = (self.synchronization)();
+        // Also if the guest refuses it: then it is told at the next comparison, and not before.
+        self.told_synchronized = Some(host.is_synchronized);
+        let apart_us = u32::try_from(sample.apart_ns(&correction).div_ceil(1000)).unwrap_or(u32::MAX);
+        self.agent.adjust_clock(&correction, tai_offset_s(), host.worse_by(apart_us)).await?;
         self.log.step(&sample, &correction, host_was_set);
         Ok(())
     }

@@ -2,6 +2,7 @@
 
 use std::io;
 
+use bulkhead_agent_api::synchronization::Synchronization;
 use rustix::{
     io::Errno,
     time::{
@@ -54,6 +55,11 @@ pub(crate) fn tai_offset_s() -> i32 {
     let Ok(tai) = clock_gettime_dynamic(DynamicClockId::Tai) else { return 0 };
     let ahead_ns = nanoseconds(tai) - read(ClockId::Realtime);
     i32::try_from((ahead_ns + NS_PER_S / 2).div_euclid(NS_PER_S)).unwrap_or_default().max(0)
+}
+
+/// How good the host's clock is. If the kernel does not say it, nobody can rely on the clock.
+pub(crate) fn synchronization() -> Synchronization {
+    Synchronization::read().unwrap_or(Synchronization::NONE)
 }
 
 fn read(clock: ClockId) -> i64 {
@@ -115,6 +121,7 @@ mod tests {
         assert!((0..NS_PER_S).contains(&monotonic), "{first:?} {second:?}");
         assert!((0..NS_PER_S).contains(&(second.raw_ns - first.raw_ns)), "{first:?} {second:?}");
         assert!((0..100).contains(&tai_offset_s()));
+        assert!(synchronization().max_error_us <= Synchronization::NONE.max_error_us);
     }
 
     #[tokio::test]

@@ -367,20 +367,27 @@ fn clean_claimed(path: &Path, mut ends: VmmEnds) -> Result<Cleaned, UndoError> {
 }
 
 /// Puts the `poststop` hooks of the pod at `path` where the undo of its journals leaves them. Returns the directory.
+/// That makes no file: /run may have no room until the pod is undone.
 fn keep_hooks(path: &Path) -> Result<PathBuf, UndoError> {
     let (from, to) = (path.join(POSTSTOP), path.join(KEPT));
-    let failed = |source| UndoError::Effect { effect: Effect::Directory { path: to.clone() }, source };
-    let entries = match fs::read_dir(&from) {
+    let kept = match fs::rename(&from, &to) {
         // Of a pod of an earlier version, or of one that is undone in part.
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(to),
-        entries => entries.map_err(failed)?,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
+        // An earlier version, which moved one file after the other, was killed.
+        Err(e) if e.kind() == io::ErrorKind::DirectoryNotEmpty => move_all(&from, &to),
+        renamed => renamed,
     };
-    for entry in entries {
-        let name = entry.map_err(failed)?.file_name();
-        let made = DirBuilder::new().recursive(true).mode(0o700).create(&to);
-        made.and_then(|()| fs::rename(from.join(&name), to.join(&name))).map_err(failed)?;
-    }
+    kept.map_err(|source| UndoError::Effect { effect: Effect::Directory { path: to.clone() }, source })?;
     Ok(to)
+}
+
+/// Moves what is in a directory to another one.
+fn move_all(from: &Path, to: &Path) -> io::Result<()> {
+    for entry in fs::read_dir(from)? {
+        let name = entry?.file_name();
+        fs::rename(from.join(&name), to.join(&name))?;
+    }
+    Ok(())
 }
 
 /// The state directories of all pods below `root`. What cannot be listed is left out.
@@ -587,6 +594,7 @@ mod tests {
     };
 
     use nix::mount::{MsFlags, mount};
+    use serde_json::json;
 
     use super::*;
     use crate::{
@@ -680,6 +688,50 @@ mod tests {
         }
         clean(&path).unwrap();
         assert!(!dir.path().join("run").exists());
+    }
+
+    /// Saves a hook of the container `id` that adds a line to the file `said`.
+    fn save_hook(path: &Path, id: &str, said: &Path) {
+        let script = format!("echo {id} >> {}", said.display());
+        let hook = json!({"path": "/bin/sh", "args": ["sh", "-c", script]});
+        let spec = json!({"ociVersion": "1.1.0", "hooks": {"poststop": [hook]}});
+        let saved = json!({"id": id, "bundle": "/", "spec": spec});
+        let file = poststop_path(path, id);
+        container_journal(path, id).unwrap().record(Effect::File { path: file.clone() }).unwrap();
+        fs::write(file, saved.to_string()).unwrap();
+    }
+
+    #[test]
+    fn a_pod_with_hooks_is_cleaned_up_where_no_file_can_be_made() {
+        private_mounts();
+        let (full, said) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        mount(Some("t"), full.path(), Some("tmpfs"), MsFlags::empty(), Some("nr_inodes=40")).unwrap();
+        let path = full.path().join("c/ns/demo");
+        drop(StateDir::create(&path, &[]).unwrap());
+        let said = said.path().join("said");
+        save_hook(&path, "one", &said);
+        let error = (0..40).find_map(|number| File::create(full.path().join(number.to_string())).err());
+        assert_eq!(error.unwrap().kind(), io::ErrorKind::StorageFull);
+        clean(&path).unwrap();
+        assert!(!full.path().join("c").exists());
+        assert_eq!(fs::read_to_string(&said).unwrap(), "one\n");
+    }
+
+    #[test]
+    fn hooks_that_another_version_has_kept_run_with_those_that_it_has_not() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("run/c/ns/demo");
+        drop(StateDir::create(&path, &[]).unwrap());
+        let said = dir.path().join("said");
+        for id in ["one", "two"] {
+            save_hook(&path, id, &said);
+        }
+        fs::create_dir(path.join(KEPT)).unwrap();
+        fs::rename(poststop_path(&path, "one"), path.join(KEPT).join("one")).unwrap();
+        clean(&path).unwrap();
+        assert!(!dir.path().join("run").exists());
+        let said = fs::read_to_string(&said).unwrap();
+        assert!(["one\ntwo\n", "two\none\n"].contains(&said.as_str()), "{said}");
     }
 
     #[test]

@@ -8,12 +8,13 @@ use std::{
     io::{self, Read},
     os::unix::fs::DirBuilderExt,
     path::{Path, PathBuf},
-    time::{Duration, Instant},
+    time::{Duration, Instant, SystemTime},
 };
 
 use bulkhead_vmm_api::{
     API_VERSION, ControlReply, MEMORY_FILE, Part, PartError, STATE_FILE, Shape, ShareConfig, VmConfig,
 };
+use rustix::fs::{AtFlags, CWD, Timespec, Timestamps, UTIME_NOW, UTIME_OMIT, utimensat};
 use sha2::{Digest, Sha256};
 use tokio::time::timeout;
 
@@ -45,8 +46,15 @@ const UNFINISHED: char = '.';
 pub(crate) const PARTS: &str = "parts.json";
 /// The longest list that is read. A list of three parts with the longest paths has a fifth of it.
 const LONGEST_PARTS: u64 = 1 << 16;
+/// The present time for a file, and none (utimensat(2)).
+const NOW: Timespec = Timespec { tv_sec: 0, tv_nsec: UTIME_NOW };
+const OMIT: Timespec = Timespec { tv_sec: 0, tv_nsec: UTIME_OMIT };
 /// The files that the VMM writes there.
 const SAVED: [&str; 2] = [MEMORY_FILE, STATE_FILE];
+
+/// How many complete templates there are at most. One configuration has up to four shapes. Others come with the
+/// configurations and annotations of pods, and whenever the host's memory or processors change.
+const MOST: usize = 8;
 
 /// Why there is no template.
 #[derive(Debug, thiserror::Error)]
@@ -98,6 +106,17 @@ impl Template {
         &self.path
     }
 
+    /// Whether it exists. If so, it counts as used now, because a pod is about to start as its clone.
+    fn is_found(&self) -> bool {
+        let is_found = self.path.exists();
+        if is_found {
+            // If this fails, the template may be removed too early, and the next pod makes another.
+            let now = Timestamps { last_access: OMIT, last_modification: NOW };
+            let _ = utimensat(CWD, self.path.join(PARTS), &now, AtFlags::empty());
+        }
+        is_found
+    }
+
     /// Removes the template, so that the next pod makes another. Its clones keep their mappings.
     pub(crate) fn discard(self) {
         // A shim may be adding a file to it.
@@ -118,12 +137,12 @@ impl Template {
             .await?
             .map_err(|PartError { path, source }| TemplateError::Io { path, source })?;
         let template = Self { path: templates.join(name(&shape).map_err(|e| io_error(templates, e))?) };
-        if template.path.exists() {
+        if template.is_found() {
             return Ok(template);
         }
         let _lock = lock(templates.to_owned()).await?;
         // Another pod may have made it meanwhile.
-        if template.path.exists() {
+        if template.is_found() {
             return Ok(template);
         }
         remove_unfinished(templates);
@@ -143,8 +162,12 @@ impl Template {
         }
         let took_ms = begun.elapsed().as_millis();
         tracing::info!(path = %template.path.display(), took_ms, "the template is made");
-        let templates = templates.to_owned();
-        blocking::run(move || remove_outdated(&templates), drop).await?;
+        let (templates, made) = (templates.to_owned(), template.path.clone());
+        let remove = move || {
+            remove_outdated(&templates);
+            remove_least_used(&templates, &made);
+        };
+        blocking::run(remove, drop).await?;
         Ok(template)
     }
 }
@@ -314,6 +337,26 @@ pub(crate) fn remove_outdated(templates: &Path) {
     }
 }
 
+/// Removes what is more than [`MOST`] templates: those that no pod has used for longest, and never `made`. The caller
+/// has the lock.
+fn remove_least_used(templates: &Path, made: &Path) {
+    let entries = fs::read_dir(templates).into_iter().flatten().flatten().map(|entry| entry.path());
+    let others = entries.filter(|path| path != made && !is_unfinished(path));
+    let mut others: Vec<_> = others.map(|path| (last_use(&path), path)).collect();
+    others.sort_by(|one, other| other.cmp(one));
+    for (_, path) in others.into_iter().skip(MOST - 1) {
+        tracing::info!(path = %path.display(), "the template is removed, because {MOST} others were used since");
+        Template { path }.discard();
+    }
+}
+
+/// When a pod last started from the template. That is the time of its list of parts, which is never written again. The
+/// time of the directory says when the template was made.
+fn last_use(template: &Path) -> Option<SystemTime> {
+    let metadata = fs::metadata(template.join(PARTS)).or_else(|_| fs::metadata(template));
+    metadata.and_then(|metadata| metadata.modified()).ok()
+}
+
 /// Whether a part of the template was replaced, or its list of parts is damaged. A template without a list is being
 /// made.
 pub(crate) fn is_outdated(template: &Path) -> bool {
@@ -455,14 +498,57 @@ mod tests {
         let made = host.templates();
         assert_eq!(made.len(), 1);
         let path = host.dir.path().join("run").join(DIR).join(&made[0]);
-        let config: VmConfig = serde_json::from_slice(&fs::read(host.at("vmm.json")).unwrap()).unwrap();
-        assert_eq!(config.restore_from.as_deref(), Some(path.as_path()));
+        assert_eq!(template_of(&host), path);
         vm.kill().await;
         // Nobody plays a VM that boots.
         fs::remove_file(host.at("vsock.sock_1026")).unwrap();
         let vm = host.start().await.unwrap();
         assert_eq!(host.templates(), made);
         host.end(vm).await;
+    }
+
+    /// Has a template be one that was used last so long ago.
+    fn unused_for(template: &Path, time: Duration) {
+        File::open(template.join(PARTS)).unwrap().set_modified(SystemTime::now() - time).unwrap();
+    }
+
+    #[tokio::test]
+    async fn those_that_were_not_used_for_longest_make_room_for_a_new_one() {
+        const HOUR: Duration = Duration::from_secs(3600);
+        let mut host = Host::new();
+        let templates = host.dir.path().join("run").join(DIR);
+        let names: Vec<_> = (0..MOST + 3).map(|number| format!("{number:02x}")).collect();
+        for (name, hours) in names.iter().zip(1..) {
+            fs::create_dir_all(templates.join(name)).unwrap();
+            fs::write(templates.join(name).join(PARTS), "[]").unwrap();
+            unused_for(&templates.join(name), HOUR * hours);
+        }
+        // It has no list, and was made just now.
+        fs::create_dir(templates.join("ff")).unwrap();
+        let state = host.state.path().to_owned();
+        let (vm, ()) = tokio::join!(host.start(), play_template(state, 0));
+        vm.unwrap().kill().await;
+        let made = template_of(&host);
+        let mut expected: Vec<_> = names[..MOST - 2].iter().map(|name| templates.join(name)).collect();
+        expected.extend([templates.join("ff"), made.clone()]);
+        expected.sort();
+        let mut left: Vec<_> = host.templates().iter().map(|name| templates.join(name)).collect();
+        left.sort();
+        assert_eq!(left, expected);
+
+        // A clone that starts uses its template.
+        unused_for(&made, HOUR);
+        fs::remove_file(host.at("vsock.sock_1026")).unwrap();
+        let vm = host.start().await.unwrap();
+        assert_eq!(template_of(&host), made);
+        let used = fs::metadata(made.join(PARTS)).unwrap().modified().unwrap();
+        assert!(used.elapsed().unwrap() < HOUR / 2, "{used:?}");
+        host.end(vm).await;
+    }
+
+    fn template_of(host: &Host) -> PathBuf {
+        let config: VmConfig = serde_json::from_slice(&fs::read(host.at("vmm.json")).unwrap()).unwrap();
+        config.restore_from.unwrap()
     }
 
     #[tokio::test]

@@ -159,3 +159,48 @@ async fn it_ends_with_the_guest_and_with_the_pod() {
         sleep(Duration::from_millis(5)).await;
     }
 }
+
+const GOOD: Synchronization =
+    Synchronization { is_synchronized: true, max_error_us: 3000, estimated_error_us: 20 };
+
+#[tokio::test]
+async fn a_guest_is_told_how_good_the_hosts_clock_is() {
+    for quality in [|| GOOD, || Synchronization::NONE] {
+        let guest = Guest::default();
+        let (_server, agent) = guest.serve().await;
+        let _followed = HostClock { synchronization: quality, ..HostClock::watch() }.follow(agent);
+        guest.until(|state| !state.told.is_empty()).await;
+        let told = guest.0.lock().unwrap().told[0].clone();
+        let host = quality();
+        assert_eq!(told.is_synchronized, host.is_synchronized);
+        // By the time that the answer took the guest's clock may be further off.
+        let more = told.max_error_us - host.max_error_us;
+        assert!((1..1_000_000).contains(&more), "{told:?}");
+        assert_eq!(told.estimated_error_us - host.estimated_error_us, more);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_host_that_becomes_synchronized_is_noticed_before_the_next_comparison() {
+    let (own, _guests) = UnixStream::pair().unwrap();
+    let (now, sample) = (Reading::now(), Sample { offset_ns: 0, round_trip_ns: 0 });
+    let mut discipline = Discipline::new(&now);
+    discipline.correct(&sample, false, &now);
+    (0..10).for_each(|_| discipline.failed());
+    let interval = discipline.interval();
+    assert!(interval > LOOK * 2);
+    let mut follower = Follower {
+        agent: Agent::over(own),
+        steps: None,
+        discipline,
+        synchronization: || GOOD,
+        told_synchronized: Some(true),
+        log: Log::default(),
+    };
+    for (told, expected) in [(true, interval), (false, LOOK)] {
+        follower.told_synchronized = Some(told);
+        let begun = Instant::now();
+        assert!(!follower.wait().await);
+        assert_eq!(begun.elapsed().as_secs(), expected.as_secs());
+    }
+}

@@ -13,7 +13,7 @@ use tempfile::TempDir;
 use super::Case;
 use super::nested::PROGRAMS;
 use super::templates::template_of;
-use crate::command::wait_until;
+use crate::command::{Cmd, wait_until};
 use crate::ctr::{Host, Task};
 use crate::fixtures::scratch;
 use crate::stuck::Frozen;
@@ -24,6 +24,7 @@ pub(super) const CASES: &[Case] = &[
     Case::both("a_container_that_starts_after_the_clock_was_set_has_the_hosts_time", started_later),
     Case::bulkhead("a_clone_of_an_older_template_has_the_hosts_time", clone),
     Case::bulkhead("a_guest_that_stood_still_while_the_clock_was_set_has_the_hosts_time", resumed),
+    Case::both("a_container_is_told_whether_the_hosts_clock_is_synchronized", quality),
     // On runc a container that may set the clock sets the host's.
     Case::bulkhead("a_clock_that_a_container_sets_is_the_hosts_again", set_by_a_container),
 ];
@@ -38,6 +39,12 @@ const NOTED: Duration = Duration::from_secs(10);
 const STANDS_STILL: Duration = Duration::from_secs(3);
 /// How far two readings of one clock in seconds may be apart, with a moment between them.
 const SAME: u64 = 2;
+/// How soon a container learns whether the host's clock is synchronized. The shim looks every 4 seconds.
+const TOLD: Duration = Duration::from_secs(10);
+/// STA_UNSYNC in the status of adjtimex(2).
+const UNSYNC: u32 = 0x40;
+/// Microseconds by which a clock that nobody keeps right may be wrong, as Linux says it.
+const UNKNOWN: u32 = 16_000_000;
 
 /// The host's clock, which was set. It is put right when this is dropped.
 struct Moved {
@@ -221,4 +228,71 @@ fn set_by_a_container(host: &Host) -> Result<()> {
     ensure!(now.abs_diff(before) < 600, "expected  the host's clock as before, {before}\ncame      {now}");
     // It is compared once a minute at least.
     clock.is_right("after the next comparison", Duration::from_secs(70))
+}
+
+/// What the host's kernel says of its clock. It says what it said before when this is dropped.
+struct Quality {
+    before: Vec<String>,
+}
+
+impl Quality {
+    fn save() -> Result<Self> {
+        let said = Self::run([])?;
+        let before: Vec<_> = said.split_whitespace().map(str::to_owned).collect();
+        ensure!(before.len() == 3, "expected  status, maxerror and esterror\ncame      {said:?}");
+        Ok(Self { before })
+    }
+
+    /// Has the kernel say that its clock is right, as an NTP daemon does, or that nobody keeps it so.
+    fn set(&self, is_synchronized: bool) -> Result<()> {
+        let status: u32 = self.before[0].parse().context("the status of the host's clock")?;
+        let (status, error) =
+            if is_synchronized { (status & !UNSYNC, 1000) } else { (status | UNSYNC, UNKNOWN) };
+        Self::run([status, error, error].map(|number| number.to_string()).each_ref().map(String::as_str))?;
+        Ok(())
+    }
+
+    fn run<const N: usize>(numbers: [&str; N]) -> Result<String> {
+        let script = include_str!("clock/quality.py");
+        let finished = Cmd::new("python3").args(["-c", script]).args(numbers).run()?;
+        Ok(finished.succeeds()?.text())
+    }
+}
+
+impl Drop for Quality {
+    fn drop(&mut self) {
+        if let [status, maxerror, esterror] = self.before.as_slice()
+            && let Err(error) = Self::run([status.as_str(), maxerror, esterror])
+        {
+            eprintln!("the host's kernel goes on saying another thing of its clock: {error:#}");
+        }
+    }
+}
+
+fn quality(host: &Host) -> Result<()> {
+    let quality = Quality::save()?;
+    quality.set(false)?;
+    let task = host.container().detach(&["sleep", "1000"])?;
+    for is_synchronized in [false, true, false] {
+        quality.set(is_synchronized)?;
+        let mut said = String::new();
+        let told = || {
+            let finished = task.exec(&["adjtimex"])?;
+            let seen = finished.succeeds()?;
+            said = format!("{} with an error of {}", seen.value("status")?, seen.value("maxerror")?);
+            // "64 (UNSYNC)"
+            let status: u32 = seen.value("status")?.split_whitespace().next().unwrap_or_default().parse()?;
+            let error: u32 = seen.value("maxerror")?.parse()?;
+            // A slow answer of the guest leaves a part of a second in doubt.
+            Ok((status & UNSYNC == 0, error < UNKNOWN / 2) == (is_synchronized, is_synchronized))
+        };
+        let what = format!("a container that is told that its clock is synchronized: {is_synchronized}");
+        wait_until(&what, host.patience(TOLD), told).with_context(|| format!("it says {said}"))?;
+    }
+    // One that starts later is told at once, or soon.
+    quality.set(true)?;
+    let later = host.container().detach(&["sleep", "1000"])?;
+    wait_until("a new container that is told that its clock is synchronized", host.patience(TOLD), || {
+        Ok(!later.exec(&["adjtimex"])?.succeeds()?.value("status")?.contains("UNSYNC"))
+    })
 }

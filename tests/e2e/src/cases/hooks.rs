@@ -1,15 +1,17 @@
 //! Programs of the host that are run along a container's life (OCI hooks).
 
-use std::fs;
+use std::fs::{self, File};
+use std::io::ErrorKind;
 use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use nix::sys::statvfs::statvfs;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use super::Case;
-use crate::command::{Finished, Size, wait_until};
+use crate::command::{Cmd, Finished, Size, wait_until};
 use crate::ctr::{Container, Host};
 use crate::fixtures::{Spec, scratch};
 
@@ -22,8 +24,11 @@ pub(super) const CASES: &[Case] = &[
     Case::both("one_that_does_not_end_is_killed", endless),
     Case::both("one_that_is_missing_is_named", missing),
     Case::both("those_after_the_end_run_although_the_shim_was_killed", after_killed_shim),
+    Case::bulkhead("those_after_the_end_of_a_killed_shim_run_where_run_has_no_inodes", without_inodes),
     Case::bulkhead("those_inside_the_container_are_not_built_yet", inside),
 ];
+
+const RUN: &str = "/run";
 
 /// Where the hooks of a case write.
 struct Notes {
@@ -102,6 +107,57 @@ fn after_killed_shim(host: &Host) -> Result<()> {
     })?;
     let state: Value = serde_json::from_str(&notes.read("state")?)?;
     ensure!(state["id"] == id.as_str() && state["status"] == "stopped", "a state of {id}, not {state}");
+    rooted.task.remove_container()
+}
+
+/// /run, in which no file can be made until another one is removed. It is as before when this is dropped.
+struct NoInodes {
+    before: u64,
+    filler: TempDir,
+}
+
+impl NoInodes {
+    fn begin() -> Result<Self> {
+        /// Others may make files until the limit holds.
+        const SPARE: u64 = 20;
+        let filler = tempfile::tempdir_in(RUN).context("cannot make a directory in /run")?;
+        let now = statvfs(RUN).context("cannot look at /run")?;
+        Self::limit(now.files() - now.files_free() + SPARE)?;
+        let full = Self { before: now.files(), filler };
+        let make = |number: u64| File::create(full.filler.path().join(number.to_string())).err();
+        let error = (0..2 * SPARE).find_map(make).context("/run has more inodes than its limit")?;
+        ensure!(error.kind() == ErrorKind::StorageFull, "expected  a full /run\ncame      {error}");
+        Ok(full)
+    }
+
+    fn limit(inodes: u64) -> Result<()> {
+        let options = format!("remount,nr_inodes={inodes}");
+        Cmd::new("mount").args(["-o", &options, RUN]).run()?.succeeds().map(drop)
+    }
+}
+
+impl Drop for NoInodes {
+    fn drop(&mut self) {
+        if let Err(error) = Self::limit(self.before) {
+            eprintln!("/run keeps a limit of inodes: {error:#}");
+        }
+    }
+}
+
+/// What the pod has in /run becomes free by its end only.
+fn without_inodes(host: &Host) -> Result<()> {
+    let notes = Notes::new()?;
+    let hooks = json!({ "poststop": [notes.hook("echo > $NOTES/ended")] });
+    let spec = Spec::of(host, &["sleep", "1000"])?.with("", "hooks", hooks)?;
+    let spec = spec.with("/process", "terminal", true.into())?;
+    let rooted = spec.detach_in_terminal(host.container(), Size { width: 80, height: 24 })?;
+    let id = rooted.task.id().to_owned();
+    let full = NoInodes::begin()?;
+    super::crash::kill_process(host.runtime().shim(), &id)?;
+    wait_until("the end of the hook", host.patience(Duration::from_secs(20)), || {
+        Ok(notes.read("ended").is_ok())
+    })?;
+    drop(full);
     rooted.task.remove_container()
 }
 

@@ -38,6 +38,7 @@ pub(super) const CASES: &[Case] = &[
     Case::bulkhead("without_them_a_vm_boots", turned_off),
     Case::bulkhead("a_runtime_with_a_configuration_of_its_own_does_without_them", configured_apart),
     Case::bulkhead("clones_with_two_processors_have_a_template_of_their_own_and_one_time", two_processors),
+    Case::bulkhead("eight_are_kept_that_were_used_last", least_used),
     Case::bulkhead("a_shim_that_is_killed_while_it_makes_one_leaves_nothing", killed),
 ];
 
@@ -48,6 +49,8 @@ const THREADS: usize = 5;
 const REPORTED: Duration = Duration::from_secs(10);
 /// The list of these pages, in the directory of a template.
 const WORKING_SET: &str = "working_set.json";
+/// The list of what a template was made from, in its directory. Its time says when the template was used last.
+const PARTS: &str = "parts.json";
 /// How far the clocks of a host and a clone that was asked may be apart, a slow answer among it.
 const CLOCKS: u64 = 5;
 
@@ -254,6 +257,9 @@ fn damaged(host: &Host) -> Result<()> {
 }
 
 fn replaced(host: &Host) -> Result<()> {
+    // Otherwise one of them may make room for the two.
+    remove_all()?;
+    origin_of_one_more(host)?;
     let before = templates()?;
     let directory = scratch()?;
     let kernel = directory.path().join("vmlinux");
@@ -334,6 +340,60 @@ fn two_processors(host: &Host) -> Result<()> {
     origins.insert(ordinary);
     // Other cases may have left theirs.
     ensure!(made.is_superset(&origins), "expected  templates {origins:?}\ncame      {made:?}");
+    Ok(())
+}
+
+/// Templates that no pod is a clone of, as those of a host that had other sizes before. They are removed when this is
+/// dropped.
+struct Unused(Vec<PathBuf>);
+
+impl Unused {
+    /// This many, made of the same parts as `template`. The first one was used an hour ago, the next one two hours ago,
+    /// and so on.
+    fn beside(template: &Path, number: u64) -> Result<Self> {
+        let mut unused = Self(Vec::new());
+        for hours in 1..=number {
+            let path = Path::new(TEMPLATES).join(format!("{hours:016x}"));
+            fs::create_dir(&path).with_context(|| format!("cannot create {}", path.display()))?;
+            unused.0.push(path.clone());
+            fs::copy(template.join(PARTS), path.join(PARTS)).context("cannot copy a list of parts")?;
+            set_last_use(&path, hours)?;
+        }
+        Ok(unused)
+    }
+}
+
+impl Drop for Unused {
+    fn drop(&mut self) {
+        for path in &self.0 {
+            // Gone already if it was removed for a new one.
+            let _ = fs::remove_dir_all(path);
+        }
+    }
+}
+
+fn set_last_use(template: &Path, hours_ago: u64) -> Result<()> {
+    let time = SystemTime::now() - Duration::from_secs(3600 * hours_ago);
+    let set = File::open(template.join(PARTS)).and_then(|file| file.set_modified(time));
+    set.with_context(|| format!("cannot set the time of {}", template.display()))
+}
+
+fn least_used(host: &Host) -> Result<()> {
+    remove_all()?;
+    let used = origin_of_one_more(host)?.context("it booted")?;
+    let unused = Unused::beside(&used, 8)?;
+    set_last_use(&used, 100)?;
+    let again = origin_of_one_more(host)?.context("it booted")?;
+    ensure!(again == used, "expected  a clone of {used:?}\ncame      one of {again:?}");
+    let directory = scratch()?;
+    let file = directory.path().join("two.toml");
+    fs::write(&file, "vcpus = 2\n").context("cannot write a configuration")?;
+    let container = host.container().flags(["--runtime-config-path", &file.display().to_string()]);
+    let new = origin_of(container)?.context("it booted")?;
+    let mut expected: BTreeSet<_> = unused.0.iter().take(6).cloned().collect();
+    expected.extend([used, new]);
+    let left = templates()?;
+    ensure!(left == expected, "expected  the templates {expected:?}\ncame      {left:?}");
     Ok(())
 }
 
