@@ -170,8 +170,8 @@ impl Containerd {
         own.filter(|path| path.is_file()).chain(imported.filter(is_read)).collect()
     }
 
-    /// The same without what is generated anew each time before containerd starts.
-    pub(crate) fn written(&self, root: &Path) -> impl Iterator<Item = PathBuf> {
+    /// Its files, without the one that k3s or RKE2 generates before each start.
+    pub(crate) fn kept_files(&self, root: &Path) -> impl Iterator<Item = PathBuf> {
         let generated = self.generator().map(|_| at_root(root, &self.config));
         self.files(root).into_iter().filter(move |path| Some(path) != generated.as_ref())
     }

@@ -37,15 +37,15 @@ impl Containerd {
     /// Compares the start of its process with the changes of its configuration. `root` is `/`, but for tests.
     pub(crate) fn unread(&self, root: &Path) -> Reading {
         let Some((started, _)) = self.process(root) else { return Reading::Down };
-        let mut places = self.written(root).chain(self.directories(root));
+        let mut places = self.kept_files(root).chain(self.directories(root));
         match places.find(|path| changed(path).is_some_and(|changed| changed > started + INEXACT)) {
             Some(path) => Reading::Unread(path),
             None => Reading::Current,
         }
     }
 
-    /// The units of systemd of which one restarts it: that of its process, or those that may start it if that is not
-    /// known by the process. None: systemd has not started the process that runs.
+    /// The units of systemd of which one restarts it: the unit of its process, or the usual units if it does not run or
+    /// k3s or RKE2 starts it. Empty: its process belongs to no unit.
     pub(crate) fn restarters(&self, root: &Path) -> Vec<String> {
         match self.process(root).filter(|_| self.generator().is_none()) {
             Some((_, process)) => unit(&process).into_iter().collect(),
@@ -93,8 +93,8 @@ fn is_same(one: &Path, other: &Path) -> bool {
     id(one).is_some_and(|one| id(other) == Some(one))
 }
 
-/// The unit of systemd whose service the process is. None: it is no service, or a part of another one, such as
-/// docker's, whose restart would end containers.
+/// The service of systemd that systemd itself has started this process for. None: there is none, or another process of
+/// the service has started this one, such as docker, and a restart would end containers.
 fn unit(process: &Path) -> Option<String> {
     // The fourth field is the parent.
     if field(process, 4).ok()? != SYSTEMD {

@@ -102,7 +102,7 @@ pub(crate) enum CommandError {
     )]
     OtherContainerd { path: PathBuf },
     #[error(
-        "{package} is of the package of Bulkhead, and {list} of the archive, and both have files in /usr/lib/bulkhead; \
+        "the Debian package has installed {package}, and the archive {list}, and both have files in /usr/lib/bulkhead; \
          to keep the archive, run `dpkg --remove bulkhead`, and unpack it again; to keep the package, remove the files \
          of the archive, and install the package again; then run this again"
     )]
@@ -119,8 +119,8 @@ pub(crate) enum CommandError {
     )]
     HalfBlock { path: PathBuf, line: &'static str },
     #[error(
-        "{path}: there still are handlers of Bulkhead without the comments of `bulkhead install`, because somebody else \
-         has written them; delete the tables {tables} and those below them, and run this again"
+        "{path}: handlers of Bulkhead are left, which `bulkhead install` has not written or another tool has rewritten; \
+         delete the tables {tables} and those below them, and run this again"
     )]
     HandlersLeft { path: PathBuf, tables: String },
     #[error(

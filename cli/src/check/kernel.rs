@@ -220,8 +220,13 @@ pub(super) fn landlock() -> Finding {
 pub(super) fn apparmor(root: &Path) -> Finding {
     let parameter = |name| fs::read_to_string(root.join("sys/module/apparmor/parameters").join(name));
     let is_enabled = parameter("enabled").is_ok_and(|text| text.starts_with('Y'));
-    // Linux before 6.0 has no such parameter, and gives the policy back always. Only root can read it.
-    let is_withheld = parameter("export_binary").is_ok_and(|text| !text.starts_with('Y'));
+    // Linux before 6.0 has no such file and always gives the policy back. A later one without the file is built without
+    // CONFIG_SECURITY_APPARMOR_EXPORT_BINARY, and never does. Only root can read it.
+    let release = fs::read_to_string(root.join("proc/sys/kernel/osrelease")).unwrap_or_default();
+    let is_withheld = match parameter("export_binary") {
+        Ok(text) => !text.starts_with('Y'),
+        Err(_) => major_and_minor(&release).is_some_and(|numbers| numbers >= (6, 0)),
+    };
     let profiles = root.join("sys/kernel/security/apparmor/policy/profiles");
     match (is_enabled, is_withheld) {
         (false, _) => Finding::ok("AppArmor", "not enabled, so no container has a profile"),
@@ -411,8 +416,10 @@ mod tests {
         assert_eq!(apparmor(root(&[]).path()).status, Status::Ok);
         assert_eq!(apparmor(root(&[(enabled.0, "N\n")]).path()).status, Status::Ok);
         assert_eq!(apparmor(root(&[enabled, export, profiles]).path()).status, Status::Ok);
-        // Linux before 6.0 has no such parameter, and gives it back always.
-        assert_eq!(apparmor(root(&[enabled, profiles]).path()).status, Status::Ok);
+        let of_kernel = |release| {
+            apparmor(root(&[enabled, profiles, ("proc/sys/kernel/osrelease", release)]).path()).status
+        };
+        assert_eq!((of_kernel("5.15.0-1\n"), of_kernel("6.1.0-1\n")), (Status::Ok, Status::Fail));
         for no in ["N\n", ""] {
             let withheld = apparmor(root(&[enabled, (export.0, no), profiles]).path());
             assert_eq!(withheld.status, Status::Fail);

@@ -147,7 +147,7 @@ pub(super) fn socket(root: &Path, containerd: &Containerd) -> Finding {
             let config = containerd.config.display();
             return Finding::warn(
                 check,
-                format!("one answers at {socket}, but no process containerd reads {config}"),
+                format!("a containerd answers at {socket}, but no running containerd reads {config}"),
                 "name the file that it reads with --containerd-config; `ps -C containerd -o args` shows it",
             );
         }

@@ -134,7 +134,7 @@ fn finish_on(
     }
     let unit = unit_of(host, &units).ok_or_else(|| {
         let config = containerd.config.display();
-        let reason = format!("the one that reads {config} is the main process of no unit of systemd");
+        let reason = format!("no unit of systemd runs the containerd that reads {config}");
         CommandError::Restart(io::Error::other(reason))
     })?;
     let act = |_: &Count| {
@@ -158,7 +158,7 @@ fn has_read(host: &impl Host, unit: &str, containerd: &Containerd, must_run: boo
                  --containerd-config"
             ),
             Reading::Unread(path) => format!(
-                "{unit} was restarted, but the one that reads {config} has not read {}",
+                "{unit} was restarted, but the containerd that reads {config} has not read {}",
                 path.display()
             ),
         };
@@ -174,7 +174,10 @@ fn remedy(containerd: &Containerd, units: &[impl AsRef<str>]) -> String {
     let reader = containerd.generator().unwrap_or("containerd");
     let commands: Vec<_> = units.iter().map(|unit| format!("systemctl restart {}", unit.as_ref())).collect();
     let commands = match commands.is_empty() {
-        true => format!("restart the one that reads {} as it was started", containerd.config.display()),
+        true => format!(
+            "restart the containerd that reads {} in the way it was started",
+            containerd.config.display()
+        ),
         false => commands.join(" or "),
     };
     format!("{reader} reads its configuration when it starts: {commands}")
@@ -324,7 +327,10 @@ mod tests {
         assert!(text.contains("restart it by other means") && text.contains("second.toml"), "{text}");
         assert!(host.restarted.borrow().is_empty());
         let by_hand = said(|out| finish_on(out, &host, false, &containerd, &BY_UNINSTALL).unwrap());
-        assert!(by_hand.contains("restart the one that reads /etc/containerd/second.toml"), "{by_hand}");
+        assert!(
+            by_hand.contains("restart the containerd that reads /etc/containerd/second.toml"),
+            "{by_hand}"
+        );
     }
 
     #[test]

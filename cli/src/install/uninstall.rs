@@ -69,7 +69,7 @@ pub(super) fn uninstall_within(
     }
     // The same file may be that of two.
     let clean = cleaned.iter().filter(|it| it.is_clean);
-    let files: BTreeSet<_> = clean.flat_map(|it| it.containerd.written(options.root())).collect();
+    let files: BTreeSet<_> = clean.flat_map(|it| it.containerd.kept_files(options.root())).collect();
     for path in files {
         steps.take(|_| check_without_handlers(options, &path));
     }

@@ -6,7 +6,7 @@ use bulkhead_agent_api::synchronization::Synchronization;
 
 use super::result::check;
 
-/// What makes the kernel tell programs how good the clock is.
+/// The fields of timex(2) that say how good the clock is.
 const QUALITY: u32 = libc::ADJ_STATUS | libc::ADJ_MAXERROR | libc::ADJ_ESTERROR;
 
 /// What is changed of CLOCK_REALTIME.

@@ -160,7 +160,7 @@ struct Follower {
     steps: Option<Steps>,
     discipline: Discipline,
     synchronization: fn() -> Synchronization,
-    /// Whether the guest was told that the host's clock is synchronized.
+    /// Whether the guest was told that the host's clock is synchronized. None: it was told nothing yet.
     told_synchronized: Option<bool>,
     log: Log,
 }

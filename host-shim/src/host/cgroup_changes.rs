@@ -33,8 +33,8 @@ impl CgroupChanges {
         Self { cgroup: Arc::new(cgroup), turn: Arc::default(), pending, pod_id: pod_id.to_owned() }
     }
 
-    /// The cgroup, for what never blocks: reading a limit, or which controllers there are.
-    pub(crate) fn now(&self) -> &Cgroup {
+    /// The cgroup. Only for reads that never block: of a limit, and of the list of controllers.
+    pub(crate) fn as_read(&self) -> &Cgroup {
         &self.cgroup
     }
 

@@ -17,7 +17,10 @@ use std::{
     time::Duration,
 };
 
-use nix::sched::{CloneFlags, setns, unshare};
+use nix::{
+    sched::{CloneFlags, setns, unshare},
+    sys::signal::{SigSet, Signal},
+};
 use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -89,7 +92,11 @@ impl PlaceholderProcess {
 }
 
 /// The process itself. Its first line of input is the pid of the VMM, whose namespaces it enters; then it says so.
+///
+/// It never takes SIGTERM, which a host that shuts down sends to every process: the container's init would be killed
+/// with it, and may end by itself. An init without a handler does not take it either.
 pub(crate) fn run() -> io::Result<()> {
+    SigSet::from(Signal::SIGTERM).thread_block()?;
     let mut input = io::stdin().lock();
     let mut vmm = String::new();
     input.read_line(&mut vmm)?;

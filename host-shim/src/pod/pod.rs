@@ -65,6 +65,10 @@ use crate::{
 /// How long Delete waits until a creation that it has cancelled is undone.
 const CANCEL: Duration = Duration::from_secs(30);
 
+/// The same before the VM ends. With what programs and the guest may take then, it is within the time that systemd
+/// gives at a shutdown (`service/server.rs`).
+const CANCEL_BEFORE_THE_END: Duration = Duration::from_secs(8);
+
 /// How long a step on the host may continue after its creation was cancelled. After that the step counts as hung.
 const HOST_STEP: Duration = Duration::from_secs(2);
 
@@ -443,21 +447,28 @@ impl Pod {
         join_all(self.all().iter().map(|container| container.release())).await;
     }
 
-    /// Signals the programs that run as a host does that shuts down, and waits for their ends. Pause holds what they
-    /// share and has nothing to lose, so it is left out. Nothing is created any more.
+    /// Sends SIGTERM to all running programs, as a host does at its shutdown, and waits until they have ended or
+    /// `within` has passed. Pause is left out: it holds the namespaces and has no data. Nothing is created any more.
     pub(crate) async fn terminate(&self, within: Duration) {
         self.0.stopping.store(true, Ordering::Relaxed);
-        let end = async |container: &Arc<Container>| match container.kill(SIGTERM, true).await {
-            Ok(()) => drop(container.init.wait().await),
-            // It does not run.
-            Err(TaskError::Refused(_)) => {}
-            Err(error) => {
-                tracing::warn!(container = container.id, error = chain(&error), "cannot signal the container")
+        let end = async |container: &Arc<Container>| {
+            container.init.wait_started().await;
+            match container.kill(SIGTERM, true).await {
+                Ok(()) => drop(container.init.wait().await),
+                // It does not run.
+                Err(TaskError::Refused(_)) => {}
+                Err(error) => {
+                    let error = chain(&error);
+                    tracing::warn!(container = container.id, error, "cannot signal the container")
+                }
             }
         };
         let mut all = self.all();
-        all.retain(|container| container.role != Role::Sandbox && container.init.status() == Status::Running);
-        if timeout(within, join_all(all.iter().map(end))).await.is_err() {
+        let runs = |status| matches!(status, Status::Starting | Status::Running);
+        all.retain(|container| container.role != Role::Sandbox && runs(container.init.status()));
+        let ended =
+            async { tokio::join!(self.cancel_creations(|_| true, within), join_all(all.iter().map(end))) };
+        if timeout(within, ended).await.is_err() {
             tracing::warn!("not all programs of the pod have ended");
         }
     }
@@ -465,7 +476,7 @@ impl Pod {
     /// Ends whatever there is, including creations under way, and leaves nothing.
     pub(crate) async fn stop(&self) {
         self.0.stopping.store(true, Ordering::Relaxed);
-        self.cancel_creations(|_| true).await;
+        self.cancel_creations(|_| true, CANCEL_BEFORE_THE_END).await;
         self.end_vm().await;
         if let Err(error) = self.0.vm.remove_from_host(self.id()).await {
             tracing::error!(error = chain(&error), "the pod left something on the host");
@@ -492,15 +503,15 @@ impl Pod {
         }
     }
 
-    /// Cancels the creations of the containers with these ids, and waits until they are undone.
-    async fn cancel_creations(&self, are_wanted: impl Fn(&str) -> bool) {
+    /// Cancels the creations of the containers with these ids, and waits until they are undone, or for this time.
+    async fn cancel_creations(&self, are_wanted: impl Fn(&str) -> bool, within: Duration) {
         let creating = |(id, entry): (&String, &Entry)| match entry {
             Entry::Creating(creating) if are_wanted(id) => Some(Arc::clone(creating)),
             Entry::Creating(_) | Entry::Exists(_) => None,
         };
         let creating: Vec<_> = self.containers().iter().filter_map(creating).collect();
         creating.iter().for_each(|creating| creating.cancel());
-        _ = timeout(CANCEL, join_all(creating.iter().map(|creating| creating.wait()))).await;
+        _ = timeout(within, join_all(creating.iter().map(|creating| creating.wait()))).await;
     }
 
     /// Whether the pod's first container neither exists nor is being created.
@@ -528,7 +539,7 @@ impl Pod {
 
     /// Kills the processes of all containers but the pod's first, and cancels creations.
     pub(crate) async fn kill_members(&self) {
-        self.cancel_creations(|id| !self.0.vm.is_first(id)).await;
+        self.cancel_creations(|id| !self.0.vm.is_first(id), CANCEL).await;
         let members = self.members();
         let kill = async |container: &Arc<Container>| match container.kill(SIGKILL, true).await {
             Ok(()) | Err(TaskError::Refused(_)) => {}

@@ -41,7 +41,10 @@ use std::{
 };
 
 use bulkhead_agent_api::agent::JoinedNamespace;
-use tokio::{sync::watch, task::JoinSet};
+use tokio::{
+    sync::{Semaphore, watch},
+    task::JoinSet,
+};
 
 use crate::{
     guest::clock_sync::{Followed, HostClock},
@@ -73,8 +76,11 @@ const POWER_OFF: Duration = Duration::from_secs(5);
 /// The same if it writes to disks: then it has data that nobody else has.
 const POWER_OFF_WITH_DISKS: Duration = Duration::from_secs(60);
 
-/// After how long a guest is asked again to give something back: after each of these times, and then after the last one
-/// until it ends. What hangs in it, such as a server of NFS, may come back after a day.
+/// For how many containers a guest is asked again at the same time.
+const MOST_ASKED_AGAIN: usize = 16;
+
+/// The pauses before a guest is asked again to give something back. The last one repeats until the guest ends: a server
+/// of NFS that a process waits for may answer after a day.
 fn ask_again() -> impl Iterator<Item = Duration> {
     [1, 5, 15, 60, 300].into_iter().chain(iter::repeat(900)).map(Duration::from_secs)
 }
@@ -112,6 +118,8 @@ pub(crate) struct PodVm {
     running: Mutex<Option<Running>>,
     /// Operations on the host whose requests may have given them up.
     pub(crate) pending: PendingOperations,
+    /// Places for containers that the guest is asked again to delete.
+    asked_again: Arc<Semaphore>,
     /// Those of its containers to services of the host.
     pub(crate) host_connections: Connections,
     pub(crate) socket_directories: SocketDirectories,
@@ -140,7 +148,7 @@ struct Running {
     _clock: Followed,
     /// The VM grows on demand while this exists.
     _growth: JoinSet<()>,
-    /// The VM follows the host's processors while this exists.
+    /// The pod follows changes of its host while this exists.
     _host_changes: JoinSet<()>,
 }
 
@@ -168,6 +176,7 @@ impl PodVm {
             host: Default::default(),
             running: Mutex::default(),
             pending: PendingOperations::default(),
+            asked_again: Arc::new(Semaphore::new(MOST_ASKED_AGAIN)),
             socket_directories: SocketDirectories::new(&host_connections),
             host_connections,
             disks: Disks::default(),
@@ -425,8 +434,12 @@ impl PodVm {
         if guest.try_delete(id).await {
             return;
         }
+        let Ok(place) = Arc::clone(&self.asked_again).try_acquire_owned() else {
+            return tracing::error!(container = id, "the guest keeps too many containers, and this one too");
+        };
         let (pod, guest, id) = (Arc::clone(self), guest.clone(), id.to_owned());
         tokio::spawn(async move {
+            let _place = place;
             for pause in ask_again() {
                 tokio::time::sleep(pause).await;
                 // Another one of this id: the guest has it only after the old one is deleted.

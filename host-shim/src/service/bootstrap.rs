@@ -82,7 +82,7 @@ pub(crate) fn socket_path(args: &Args) -> PathBuf {
     socket_of(args, &args.id)
 }
 
-/// The same of the pod that a container is in.
+/// The socket of the shim of the pod `sandbox_id`.
 pub(super) fn socket_of(args: &Args, sandbox_id: &str) -> PathBuf {
     let digest = Sha256::digest(format!("{}/{}/{}", args.address, args.namespace, sandbox_id));
     Path::new(SOCKETS).join(format!("{digest:x}"))

@@ -159,7 +159,7 @@ fn path_of(args: &Args, id: &str) -> PathBuf {
 }
 
 /// Ends a container that shares the shim of its pod. If that shim is dead, containerd may ask for this container before
-/// it asks for the pod.
+/// it asks for the pod. If it lives, containerd has lost the container alone.
 fn end_member(args: &Args) -> Result<(), DeleteError> {
     // If the spec cannot be read, this was no container of a pod.
     let Ok(Role::Member { sandbox_id }) = create_request::role(&args.namespace, Path::new(".")) else {
@@ -180,25 +180,32 @@ fn end_member(args: &Args) -> Result<(), DeleteError> {
 fn delete_by_shim(socket: &Path, id: &str) -> io::Result<()> {
     let within = WITHIN.saturating_sub(age());
     let deleted = async {
-        let client =
-            TaskClient::new(Client::new(Socket::new(tokio::net::UnixStream::connect(socket).await?)));
+        let stream = match tokio::net::UnixStream::connect(socket).await {
+            // The pod was deleted meanwhile.
+            Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => {
+                return Ok(());
+            }
+            connected => connected?,
+        };
+        let client = TaskClient::new(Client::new(Socket::new(stream)));
         let delete = api::DeleteRequest { id: id.into(), ..Default::default() };
         match client.delete(with_duration(within), &delete).await {
+            // It runs.
             Err(ttrpc::Error::RpcStatus(status)) if status.code() == Code::FAILED_PRECONDITION => {}
-            answer => return found(answer),
+            answer => return unless_gone(answer),
         }
         let kill = api::KillRequest { id: id.into(), signal: SIGKILL, all: true, ..Default::default() };
-        found(client.kill(with_duration(within), &kill).await)?;
+        unless_gone(client.kill(with_duration(within), &kill).await)?;
         let wait = api::WaitRequest { id: id.into(), ..Default::default() };
-        found(client.wait(with_duration(within), &wait).await)?;
-        found(client.delete(with_duration(within), &delete).await)
+        unless_gone(client.wait(with_duration(within), &wait).await)?;
+        unless_gone(client.delete(with_duration(within), &delete).await)
     };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async { timeout(within, deleted).await? })
 }
 
 /// It is no error if the container is gone.
-fn found<T>(answer: ttrpc::Result<T>) -> io::Result<()> {
+fn unless_gone<T>(answer: ttrpc::Result<T>) -> io::Result<()> {
     match answer {
         Ok(_) => Ok(()),
         Err(ttrpc::Error::RpcStatus(status)) if status.code() == Code::NOT_FOUND => Ok(()),

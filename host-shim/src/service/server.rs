@@ -46,7 +46,7 @@ const LAST_ANSWERS: Duration = Duration::from_millis(50);
 
 /// How long programs may take to end after SIGTERM. Then the guest may take a minute to write back its data. systemd
 /// kills whatever is left 90 s after it has sent SIGTERM (`DefaultTimeoutStopSec`, systemd-system.conf(5)).
-const PROGRAMS: Duration = Duration::from_secs(20);
+const PROGRAMS_END: Duration = Duration::from_secs(20);
 
 /// How often a shim without containers looks whether its bundle still exists.
 const LOOK: Duration = Duration::from_secs(10);
@@ -164,8 +164,8 @@ async fn run(
 /// ended.
 async fn terminated(terminate: &mut Signal, pod: &Pod) {
     terminate.recv().await;
-    tracing::info!("SIGTERM: the programs of the pod have {} s to end", PROGRAMS.as_secs());
-    pod.terminate(PROGRAMS).await;
+    tracing::info!("SIGTERM: the programs of the pod have {} s to end", PROGRAMS_END.as_secs());
+    pod.terminate(PROGRAMS_END).await;
 }
 
 /// Waits until containerd has forgotten this shim: it has removed the bundle, and there is no container. If containerd

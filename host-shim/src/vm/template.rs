@@ -54,7 +54,7 @@ const SAVED: [&str; 2] = [MEMORY_FILE, STATE_FILE];
 
 /// How many complete templates there are at most. One configuration has up to four shapes. Others come with the
 /// configurations and annotations of pods, and whenever the host's memory or processors change.
-const MOST: usize = 8;
+const MOST_TEMPLATES: usize = 8;
 
 /// Why there is no template.
 #[derive(Debug, thiserror::Error)]
@@ -107,7 +107,7 @@ impl Template {
     }
 
     /// Whether it exists. If so, it counts as used now, because a pod is about to start as its clone.
-    fn is_found(&self) -> bool {
+    fn find_and_mark(&self) -> bool {
         let is_found = self.path.exists();
         if is_found {
             // If this fails, the template may be removed too early, and the next pod makes another.
@@ -137,12 +137,12 @@ impl Template {
             .await?
             .map_err(|PartError { path, source }| TemplateError::Io { path, source })?;
         let template = Self { path: templates.join(name(&shape).map_err(|e| io_error(templates, e))?) };
-        if template.is_found() {
+        if template.find_and_mark() {
             return Ok(template);
         }
         let _lock = lock(templates.to_owned()).await?;
         // Another pod may have made it meanwhile.
-        if template.is_found() {
+        if template.find_and_mark() {
             return Ok(template);
         }
         remove_unfinished(templates);
@@ -337,15 +337,15 @@ pub(crate) fn remove_outdated(templates: &Path) {
     }
 }
 
-/// Removes what is more than [`MOST`] templates: those that no pod has used for longest, and never `made`. The caller
+/// Removes what is more than [`MOST_TEMPLATES`]: those that no pod has used for longest, and never `made`. The caller
 /// has the lock.
 fn remove_least_used(templates: &Path, made: &Path) {
     let entries = fs::read_dir(templates).into_iter().flatten().flatten().map(|entry| entry.path());
     let others = entries.filter(|path| path != made && !is_unfinished(path));
     let mut others: Vec<_> = others.map(|path| (last_use(&path), path)).collect();
     others.sort_by(|one, other| other.cmp(one));
-    for (_, path) in others.into_iter().skip(MOST - 1) {
-        tracing::info!(path = %path.display(), "the template is removed, because {MOST} others were used since");
+    for (_, path) in others.into_iter().skip(MOST_TEMPLATES - 1) {
+        tracing::info!(path = %path.display(), "the template is removed, because {MOST_TEMPLATES} others were used since");
         Template { path }.discard();
     }
 }
@@ -517,7 +517,7 @@ mod tests {
         const HOUR: Duration = Duration::from_secs(3600);
         let mut host = Host::new();
         let templates = host.dir.path().join("run").join(DIR);
-        let names: Vec<_> = (0..MOST + 3).map(|number| format!("{number:02x}")).collect();
+        let names: Vec<_> = (0..MOST_TEMPLATES + 3).map(|number| format!("{number:02x}")).collect();
         for (name, hours) in names.iter().zip(1..) {
             fs::create_dir_all(templates.join(name)).unwrap();
             fs::write(templates.join(name).join(PARTS), "[]").unwrap();
@@ -529,7 +529,8 @@ mod tests {
         let (vm, ()) = tokio::join!(host.start(), play_template(state, 0));
         vm.unwrap().kill().await;
         let made = template_of(&host);
-        let mut expected: Vec<_> = names[..MOST - 2].iter().map(|name| templates.join(name)).collect();
+        let mut expected: Vec<_> =
+            names[..MOST_TEMPLATES - 2].iter().map(|name| templates.join(name)).collect();
         expected.extend([templates.join("ff"), made.clone()]);
         expected.sort();
         let mut left: Vec<_> = host.templates().iter().map(|name| templates.join(name)).collect();

@@ -364,7 +364,7 @@ const DIFFERENCES: &[(&str, &str)] = &[
     ),
     (
         "an `emptyDir` volume with the medium `Memory` when kubelet makes a new sandbox for the pod, for example after the \
-         VM has crashed: it is empty",
+         VM has crashed: not kept, so it is empty",
         "its files were in the memory of the VM",
     ),
     (
@@ -376,10 +376,12 @@ const DIFFERENCES: &[(&str, &str)] = &[
     ),
     (
         "an XDP program in native mode (`ip link set dev eth0 xdp ...`): EOPNOTSUPP. The generic mode works (`xdpgeneric`)",
-        "the guest's driver attaches none while packets of many segments are on",
+        "the guest's driver attaches none while it has offloads on receive (VIRTIO_NET_F_GUEST_TSO4), and cannot turn them \
+         off",
     ),
     (
-        "a user of a container writes to the last 5 % of an ext4 volume, which the host keeps for root",
+        "the blocks of an ext4 volume that are reserved for root (5 % by default): not refused, but every user of a \
+         container can fill them; on runc ENOSPC",
         "the file server writes as root of the host",
     ),
     (

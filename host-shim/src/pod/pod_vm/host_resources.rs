@@ -67,8 +67,8 @@ pub(super) struct HostResources {
     pub(super) limit_mib: Option<u32>,
     /// The most huge pages that the only container has had, bytes. The VM keeps the memory that it got for them.
     pub(super) most_huge_pages: u64,
-    /// What the cgroups above allow.
-    pub(super) memory_limit: LimitAbove,
+    /// The memory limit of the cgroups above, and what it is expected to become.
+    pub(super) limit_above: LimitAbove,
     /// What the limit is higher for files of a single container's root that are in the host's memory.
     pub(super) root_bytes_in_memory: u64,
     /// The limits of processor time of the only container, from which the cgroup's are derived.
@@ -133,7 +133,7 @@ impl HostResources {
             huge_pages: 0,
             most_huge_pages: 0,
             limit_mib: None,
-            memory_limit: LimitAbove::default(),
+            limit_above: LimitAbove::default(),
             root_bytes_in_memory: wanted.rootfs.as_ref().map_or(0, Rootfs::bytes_in_memory),
             cpu: Cpu::default(),
             cpuset: Some(Cpuset::default()),

@@ -25,7 +25,7 @@ use crate::{
 
 /// How often it is looked. Until then a limit may be missing.
 const LOOK: Duration = Duration::from_secs(10);
-/// The number of failures that are logged in a window, and its length.
+/// The number of lines that are logged in a window, and its length.
 const LOGGED: u32 = 3;
 const LOG_AGAIN: Duration = Duration::from_secs(3600);
 
@@ -34,17 +34,25 @@ impl PodVm {
     pub(super) fn follow_host(self: &Arc<Self>, guest: &Guest) -> JoinSet<()> {
         let (pod, guest) = (Arc::downgrade(self), guest.clone());
         let follow = async move {
-            let mut failures = LogLimit::new(LOGGED, LOG_AGAIN);
+            let mut lines = LogLimit::new(LOGGED, LOG_AGAIN);
             loop {
                 sleep(LOOK).await;
                 let Some(pod) = pod.upgrade().filter(|_| !guest.vm.has_exited()) else { return };
-                let followed = [
-                    pod.follow_online(&guest).await,
-                    pod.renew_limits().await,
-                    pod.follow_memory_limit(&guest).await,
-                ];
-                for error in followed.into_iter().filter_map(Result::err) {
-                    if failures.count(Instant::now()) != Logged::No {
+                let renewed = pod.renew_limits().await;
+                if let Ok(lost) = &renewed
+                    && !lost.is_empty()
+                    && lines.count(Instant::now()) != Logged::No
+                {
+                    tracing::warn!(
+                        controllers = lost.join(" "),
+                        "another program, most likely systemd, had disabled controllers of the pod's cgroup; the \
+                         limits are set again"
+                    );
+                }
+                let online = pod.follow_online(&guest).await;
+                let memory = pod.follow_memory_limit(&guest).await;
+                for error in [renewed.map(drop), online, memory].into_iter().filter_map(Result::err) {
+                    if lines.count(Instant::now()) != Logged::No {
                         tracing::warn!(error = chain(&error), "the pod does not follow a change of its host");
                     }
                 }
@@ -55,15 +63,15 @@ impl PodVm {
         tasks
     }
 
-    /// Sets the limits of the pod's cgroup again whose controllers were taken away. systemd does that to the children
-    /// of a slice that it changes, unless they are units of its own.
-    pub(super) async fn renew_limits(&self) -> Result<(), TaskError> {
+    /// Sets the limits of the pod's cgroup again whose controllers were disabled. systemd does that when it changes a
+    /// slice and no unit of its own there needs the controller. Returns these controllers.
+    async fn renew_limits(&self) -> Result<Vec<&'static str>, TaskError> {
         let host = self.host.lock().await;
-        let Some(host) = host.as_ref() else { return Ok(()) };
-        let Some(cgroup) = &host.cgroup else { return Ok(()) };
-        let lost = cgroup_limits::lost(cgroup.now(), host.limited())?;
+        let Some(host) = host.as_ref() else { return Ok(Vec::new()) };
+        let Some(cgroup) = &host.cgroup else { return Ok(Vec::new()) };
+        let lost = cgroup_limits::lost(cgroup.as_read(), host.limited())?;
         if lost.is_empty() {
-            return Ok(());
+            return Ok(lost);
         }
         let (mib, files, cpu) = (host.limit_mib, host.root_bytes_in_memory, host.cpu.clone());
         let (cpuset, again) = (host.cpuset.clone(), lost.clone());
@@ -79,11 +87,7 @@ impl PodVm {
             Ok(())
         };
         cgroup.change(set, |_| ()).await?;
-        tracing::warn!(
-            controllers = lost.join(" "),
-            "limits of the pod's cgroup were gone and are set again; does systemd know its slice?"
-        );
-        Ok(())
+        Ok(lost)
     }
 
     /// Changes the VM's memory if the limit of the cgroups above has changed.
@@ -92,17 +96,20 @@ impl PodVm {
             let host = self.host.lock().await;
             let Some(host) = host.as_ref() else { return Ok(()) };
             let Some(cgroup) = &host.cgroup else { return Ok(()) };
-            let limit = memory::limit_above(cgroup.now())?;
-            if !host.memory_limit.has_changed(limit, Instant::now()) {
+            let limit = memory::limit_above(cgroup.as_read())?;
+            if !host.limit_above.needs_fit(limit, Instant::now()) {
                 return Ok(());
             }
             limit
         };
-        self.fit_memory_to_limit(guest).await?;
-        if let Some(host) = self.host.lock().await.as_mut() {
-            host.memory_limit.is_followed(limit, Instant::now());
+        let fitted = self.fit_memory_to_limit(guest).await;
+        // Once more for the VM only, not for an agent that does not hear of it.
+        if matches!(fitted, Ok(()) | Err(TaskError::Agent(_)))
+            && let Some(host) = self.host.lock().await.as_mut()
+        {
+            host.limit_above.set_followed(limit, Instant::now());
         }
-        Ok(())
+        fitted
     }
 }
 

@@ -25,8 +25,9 @@ pub(crate) struct MemoryLimits {
     pub(crate) huge_pages: u64,
 }
 
-/// How long after an update kubelet may take to change the limit of the pod's cgroup.
-const KUBELET: Duration = Duration::from_secs(60);
+/// How long after an update of a container kubelet may take to update the others and to change the limit of the pod's
+/// cgroup. An update may take 90 seconds.
+const KUBELET: Duration = Duration::from_secs(300);
 
 /// The lowest memory limit of the cgroups above the pod's, bytes.
 ///
@@ -37,44 +38,55 @@ const KUBELET: Duration = Duration::from_secs(60);
 pub(super) struct LimitAbove {
     /// The limit that the VM's size was made for. None: not looked at yet.
     followed: Option<Option<u64>>,
-    expected: Option<ExpectedFall>,
+    expected: Option<ExpectedChange>,
 }
 
-/// By how much a limit is about to be lowered.
+/// By how much a limit is about to be changed.
 #[derive(Debug)]
-struct ExpectedFall {
+struct ExpectedChange {
     /// The limit before.
     limit: u64,
-    bytes: u64,
+    /// The sum of the updates. kubelet raises the limit before it raises one of a container, so only a fall is to come.
+    bytes: i64,
     /// When the last update was made.
     since: Instant,
 }
 
 impl LimitAbove {
-    /// A container's limit was changed while the limit above was `limit`.
-    fn expect(&mut self, limit: u64, before: u64, new: u64, now: Instant) {
-        let fall = limit - self.about_to_be(limit, now);
-        let bytes = fall.saturating_add(before).saturating_sub(new);
-        self.expected = Some(ExpectedFall { limit, bytes, since: now });
+    /// A container's limit was changed while the limit above was `limit`. Returns whether that is to become another one
+    /// now than before.
+    fn expect_change(&mut self, limit: u64, before: u64, new: u64, now: Instant) -> bool {
+        let expected = self.about_to_be(limit, now);
+        let due = self.expected.take_if(|expected| expected.is_due(limit, now));
+        let change = new.cast_signed().saturating_sub(before.cast_signed());
+        let bytes = due.map_or(0, |due| due.bytes).saturating_add(change);
+        self.expected = Some(ExpectedChange { limit, bytes, since: now });
+        self.about_to_be(limit, now) != expected
     }
 
     /// What `limit` is about to be.
     fn about_to_be(&self, limit: u64, now: Instant) -> u64 {
-        let is_due = |expected: &&ExpectedFall| expected.limit == limit && now < expected.since + KUBELET;
-        let fall = self.expected.as_ref().filter(is_due).map_or(0, |expected| expected.bytes);
-        limit.saturating_sub(fall)
+        let due = self.expected.as_ref().filter(|expected| expected.is_due(limit, now));
+        limit.saturating_add_signed(due.map_or(0, |due| due.bytes.min(0)))
     }
 
     /// Whether the VM's size is to be made for `limit` now: it has changed, or did not as it was expected to.
-    pub(super) fn has_changed(&self, limit: Option<u64>, now: Instant) -> bool {
-        let is_over = |expected: &ExpectedFall| now >= expected.since + KUBELET;
+    pub(super) fn needs_fit(&self, limit: Option<u64>, now: Instant) -> bool {
+        let is_over = |expected: &ExpectedChange| now >= expected.since + KUBELET;
         self.followed != Some(limit) || self.expected.as_ref().is_some_and(is_over)
     }
 
     /// The VM's size was made for `limit`.
-    pub(super) fn is_followed(&mut self, limit: Option<u64>, now: Instant) {
+    pub(super) fn set_followed(&mut self, limit: Option<u64>, now: Instant) {
         self.followed = Some(limit);
-        self.expected.take_if(|expected| Some(expected.limit) != limit || now >= expected.since + KUBELET);
+        self.expected.take_if(|expected| limit.is_none_or(|limit| !expected.is_due(limit, now)));
+    }
+}
+
+impl ExpectedChange {
+    /// Whether the limit is still the one that is to change, and may still do.
+    fn is_due(&self, limit: u64, now: Instant) -> bool {
+        self.limit == limit && now < self.since + KUBELET
     }
 }
 
@@ -90,13 +102,14 @@ impl PodVm {
     /// Follows a change of a container's memory limit in bytes, after the container has its new one. If it is lower,
     /// memory is taken from the VM.
     pub(crate) async fn follow_update(&self, guest: &Guest, before: u64, new: u64) -> Result<(), TaskError> {
+        let mut is_other = false;
         if let Some(host) = self.host.lock().await.as_mut()
             && let Some(cgroup) = &host.cgroup
-            && let Some(limit) = memory::limit_above(cgroup.now())?
+            && let Some(limit) = memory::limit_above(cgroup.as_read())?
         {
-            host.memory_limit.expect(limit, before, new, Instant::now());
+            is_other = host.limit_above.expect_change(limit, before, new, Instant::now());
         }
-        if new < before { self.fit_memory_to_limit(guest).await } else { Ok(()) }
+        if is_other || new < before { self.fit_memory_to_limit(guest).await } else { Ok(()) }
     }
 
     /// Changes the VM's memory after the limit of the host's cgroups was lowered, or is about to be.
@@ -113,7 +126,7 @@ impl PodVm {
         let allowed = match self.host.lock().await.as_ref() {
             Some(host) => {
                 let limit = host.memory_above().await?.limit;
-                limit.map(|limit| host.memory_limit.about_to_be(limit, Instant::now()))
+                limit.map(|limit| host.limit_above.about_to_be(limit, Instant::now()))
             }
             None => return Ok(None),
         };
@@ -187,33 +200,50 @@ mod tests {
     fn a_limit_is_expected_to_fall_by_what_the_updates_of_all_containers_took() {
         let now = Instant::now();
         let mut above = LimitAbove::default();
-        assert!(above.has_changed(Some(1000), now));
-        above.is_followed(Some(1000), now);
-        assert!(!above.has_changed(Some(1000), now));
-        above.expect(1000, 300, 200, now);
-        above.expect(1000, 400, 100, now);
+        assert!(above.needs_fit(Some(1000), now));
+        above.set_followed(Some(1000), now);
+        assert!(!above.needs_fit(Some(1000), now));
+        assert!(above.expect_change(1000, 300, 200, now));
+        assert!(above.expect_change(1000, 400, 100, now));
         assert_eq!(above.about_to_be(1000, now), 600);
-        above.expect(1000, 100, 150, now);
+        assert!(above.expect_change(1000, 100, 150, now));
         assert_eq!(above.about_to_be(1000, now), 650);
         // kubelet has made it what was expected.
         assert_eq!(above.about_to_be(650, now), 650);
-        assert!(above.has_changed(Some(650), now));
-        above.is_followed(Some(650), now);
-        assert!(!above.has_changed(Some(650), now + 2 * KUBELET));
-        // It rises: nothing is expected to fall below what it is.
-        above.expect(650, 150, 450, now);
-        assert_eq!(above.about_to_be(650, now), 650);
+        assert!(above.needs_fit(Some(650), now));
+        above.set_followed(Some(650), now);
+        assert!(!above.needs_fit(Some(650), now + 2 * KUBELET));
     }
 
     #[test]
-    fn a_limit_that_nobody_lowers_is_expected_to_stay_after_a_minute() {
+    fn memory_that_moves_from_one_container_to_another_stays_in_the_vm() {
+        let now = Instant::now();
+        for order in [[(500, 400), (100, 200)], [(100, 200), (500, 400)]] {
+            let mut above = LimitAbove::default();
+            above.set_followed(Some(1000), now);
+            let changes = order.map(|(before, new)| above.expect_change(1000, before, new, now));
+            assert_eq!(above.about_to_be(1000, now), 1000);
+            // The fall that came first is taken back.
+            assert_eq!(changes, [order[0].1 < order[0].0; 2]);
+        }
+        // Down, and up again before anybody has looked.
+        let mut above = LimitAbove::default();
+        above.set_followed(Some(1000), now);
+        assert!(above.expect_change(1000, 500, 400, now));
+        assert_eq!(above.about_to_be(900, now), 900);
+        assert!(above.expect_change(1000, 400, 500, now));
+        assert_eq!(above.about_to_be(1000, now), 1000);
+    }
+
+    #[test]
+    fn a_limit_that_nobody_lowers_is_expected_to_stay_after_five_minutes() {
         let (now, later) = (Instant::now(), Instant::now() + 2 * KUBELET);
         let mut above = LimitAbove::default();
-        above.is_followed(Some(1000), now);
-        above.expect(1000, 300, 200, now);
-        assert!(!above.has_changed(Some(1000), now) && above.has_changed(Some(1000), later));
+        above.set_followed(Some(1000), now);
+        assert!(above.expect_change(1000, 300, 200, now));
+        assert!(!above.needs_fit(Some(1000), now) && above.needs_fit(Some(1000), later));
         assert_eq!((above.about_to_be(1000, now), above.about_to_be(1000, later)), (900, 1000));
-        above.is_followed(Some(1000), later);
-        assert!(!above.has_changed(Some(1000), later));
+        above.set_followed(Some(1000), later);
+        assert!(!above.needs_fit(Some(1000), later));
     }
 }

@@ -39,8 +39,8 @@ pub(super) const CASES: &[Case] = &[
     Case::bulkhead("what_the_guest_has_not_is_refused_by_name", refused),
 ];
 
-/// How often the shim looks at the limits of the host, and some more.
-const LOOK: Duration = Duration::from_secs(15);
+/// How soon limits that were lost are set again: the shim looks every 10 seconds.
+const COME_BACK: Duration = Duration::from_secs(15);
 
 /// How soon a cgroup goes when its last process has.
 const GOES: Duration = Duration::from_secs(5);
@@ -252,7 +252,7 @@ fn limits_come_back(host: &Host) -> Result<()> {
     let limits = hosts_limits(pid)?;
     systemctl(&["set-property", "--runtime", &slice.0, "MemoryMax=2G"])?;
     ensure!(hosts_limits(pid).is_err(), "expected  limits that systemd has taken away\ncame      {limits:?}");
-    wait_until("the limits to come back", host.patience(LOOK), || {
+    wait_until("the limits to come back", host.patience(COME_BACK), || {
         Ok(hosts_limits(pid).is_ok_and(|found| found == limits))
     })?;
     task.dies()

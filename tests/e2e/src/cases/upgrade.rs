@@ -96,7 +96,7 @@ fn program_of(pid: u32) -> Result<(u64, u64)> {
 }
 
 /// The placeholder processes of a pod's containers on the host: children of its shim.
-fn placeholder_processes(shim: u32) -> Result<Vec<u32>> {
+pub(super) fn placeholder_processes(shim: u32) -> Result<Vec<u32>> {
     let children = fs::read_to_string(format!("/proc/{shim}/task/{shim}/children"))?;
     let is_one = |pid: &u32| {
         let command = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();

@@ -418,8 +418,9 @@ impl Server {
             | opcode::CREATE => {
                 let (directory, opcode) = (request.header.node, request.header.opcode);
                 let answer = self.change_directory(request);
-                let removes =
-                    matches!(opcode, opcode::UNLINK | opcode::RMDIR | opcode::RENAME | opcode::RENAME2);
+                // Linux lets what it has cached of the directory stand after an error.
+                let removes = answer.is_ok()
+                    && matches!(opcode, opcode::UNLINK | opcode::RMDIR | opcode::RENAME | opcode::RENAME2);
                 // The guest must see the change after it has the answer.
                 self.tables().changed_names(directory, removes);
                 answer

@@ -1,26 +1,27 @@
 //! Kinds of file systems of the host.
 
-/// `NFS_SUPER_MAGIC` (statfs(2)).
+/// NFS (statfs(2)).
 pub(super) const NFS: i64 = 0x6969;
-/// `PROC_SUPER_MAGIC`.
 pub(super) const PROC_SUPER_MAGIC: i64 = 0x9fa0;
-/// File systems whose files the kernel makes when they are read (linux/magic.h): procfs, sysfs, cgroups of both
-/// versions, debugfs, tracefs, securityfs, those of SELinux and Smack, configfs, bpf, resctrl, binfmt_misc, efivarfs.
-const MADE_BY_KERNEL: [i64; 14] = [
+/// File systems whose files the kernel makes when they are read (linux/magic.h).
+const MADE_BY_KERNEL: [i64; 17] = [
     PROC_SUPER_MAGIC,
-    0x6265_6572,
-    0x0027_e0eb,
-    0x6367_7270,
-    0x6462_6720,
-    0x7472_6163,
-    0x7363_6673,
-    0xf97c_ff8c,
-    0x4341_5d53,
-    0x6265_6570,
-    0xcafe_4a11,
-    0x0765_5821,
-    0x4249_4e4d,
-    0xde5e_81e4,
+    0x6265_6572, // sysfs
+    0x0027_e0eb, // cgroup v1
+    0x6367_7270, // cgroup v2
+    0x6462_6720, // debugfs
+    0x7472_6163, // tracefs
+    0x7363_6673, // securityfs
+    0xf97c_ff8c, // of SELinux
+    0x4341_5d53, // of Smack
+    0x6265_6570, // configfs
+    0xcafe_4a11, // bpf
+    0x0765_5821, // resctrl
+    0x4249_4e4d, // binfmt_misc
+    0x6573_5543, // fusectl
+    0x6e66_7364, // nfsd
+    0x1980_0202, // mqueue
+    0xde5e_81e4, // efivarfs
 ];
 
 /// What the file server has to know of a file system.

@@ -209,8 +209,9 @@ pub(super) struct State {
     first: u64,
     bytes: usize,
     is_complete: bool,
-    /// The reader knows now that there are no more entries. It may have used only some of those of an earlier answer.
-    is_at_end: bool,
+    /// The answer has no entries. Only this shows that a reader has come to the end: of an earlier answer, Linux may
+    /// have used a part only, and may ask again.
+    pub(super) is_at_end: bool,
 }
 
 struct Kept {
@@ -348,8 +349,8 @@ impl Listings {
         numbers.into_iter().for_each(|number| self.remove(number));
     }
 
-    /// Removes a listing that was read to its end or else any, namely the one that was not used for the longest time,
-    /// but not the listing `but`. Returns false if there is none.
+    /// Removes the listing that was not used for the longest time. Those that nobody is reading go first. `but` is
+    /// kept. Returns false if there is no other.
     fn evict(&mut self, but: Number) -> bool {
         let others = self.kept.iter().filter(|(number, _)| **number != but);
         let oldest =

@@ -100,6 +100,8 @@ struct Node {
     had_other_name: bool,
     /// See [`Nodes::lost_names`].
     lost_names_at: Option<listings::Number>,
+    /// See [`Nodes::begins_again`].
+    restarts: u16,
 }
 
 impl Node {
@@ -129,6 +131,7 @@ impl Node {
             found_by: 0,
             had_other_name: false,
             lost_names_at: None,
+            restarts: 0,
         }
     }
 }
@@ -254,20 +257,25 @@ impl Nodes {
         }
     }
 
-    /// A number for a file system that was not seen before. It depends on the host's device number, and hardly on the
-    /// order: log shippers and incremental backups know a file by its device and inode number, and shall find it again
-    /// in the next pod.
+    /// A number for a new file system, by its device number on the host, so that log shippers and incremental backups
+    /// find a file again in the next pod. The order matters only if two have the same place.
     fn free_number(&self, device: u64) -> u64 {
-        let seen = self.devices.len() as u64;
-        // The file system of the share's root is the first one.
+        let seen = self.devices.len() as u64; // That of the share's root is the first one.
         if seen == 0 || seen >= SMALL_INODE_DEVICES {
             return seen;
         }
         let (major, minor) = (device >> 32, device & u64::from(u32::MAX));
-        let places = SMALL_INODE_DEVICES - 1;
-        let from_there_on = (0..places).map(|step| 1 + (7 * major + minor + step) % places);
-        let is_free = |number: &u64| !self.devices.values().any(|taken| taken == number);
-        from_there_on.into_iter().find(is_free).unwrap_or(seen)
+        // Those without a disk, of major 0, have other numbers each time that they are mounted. They get places of
+        // their own, so that they take none of a disk.
+        let half = SMALL_INODE_DEVICES / 2;
+        let (own, others) = match major {
+            0 => (half..SMALL_INODE_DEVICES, 1..half),
+            _ => (1..half, half..SMALL_INODE_DEVICES),
+        };
+        let count = own.end - own.start;
+        let from_there_on = (0..count).map(|step| own.start + (7 * major + minor + step) % count);
+        let mut all = from_there_on.chain(others);
+        all.find(|number| !self.devices.values().any(|taken| taken == number)).unwrap_or(seen)
     }
 
     fn inode_on(&mut self, device: u64, inode: u64) -> u64 {

@@ -10,6 +10,7 @@ use super::{
     abi::Result,
     file_server::{LockedTables, Server},
     file_stat::FileStat,
+    file_system_kind::FileSystemKind,
 };
 
 /// The handle that a request has if the guest opened the file without a request.
@@ -169,7 +170,7 @@ impl Server {
         drop(tables);
         match unused {
             // The guest may remove the file when it has the answer. See `hold`.
-            Some(unused) if self.shared.is_known_as_nfs(unused.device) => drop(unused),
+            Some(unused) if self.shared.is_known_as(unused.device, FileSystemKind::Nfs) => drop(unused),
             unused => self.shared.add_unused(unused),
         }
         Ok(())

@@ -23,9 +23,10 @@ const PATH_FLAGS: OFlags = OFlags::PATH.union(OFlags::NOFOLLOW).union(OFlags::CL
 /// Files of procfs with the memory of a process, or with addresses in it. The kernel protects those of other
 /// processes (ptrace(2), "Ptrace access mode checking"), but lets a process open its own. So a guest that has the
 /// host's /proc as a volume could read and write the memory of the VMM.
-const OWN_MEMORY: [&CStr; 11] = [
+const OWN_MEMORY: [&CStr; 12] = [
     c"mem",
     c"maps",
+    c"map_files",
     c"smaps",
     c"smaps_rollup",
     c"numa_maps",
@@ -238,9 +239,9 @@ impl Shared {
         kind
     }
 
-    /// Whether it is known to be NFS. Does not wait for the file system.
-    pub(super) fn is_known_as_nfs(&self, device: u64) -> bool {
-        lock(&self.kinds).get(&device) == Some(&FileSystemKind::Nfs)
+    /// Whether it is known to be of this kind. Does not wait for the file system.
+    pub(super) fn is_known_as(&self, device: u64, kind: FileSystemKind) -> bool {
+        lock(&self.kinds).get(&device) == Some(&kind)
     }
 }
 

@@ -138,7 +138,12 @@ impl Server {
         };
         let mut entries = Entries::new(room, if plus { Some(self.path(node)?) } else { None });
         let (listed, state) = used.read(position.index, room, entries.fixed())?;
-        self.tables().listings.was_read(&used, &state);
+        let mut tables = self.tables();
+        tables.listings.was_read(&used, &state);
+        if state.is_at_end {
+            tables.nodes.was_read_to_its_end(node);
+        }
+        drop(tables);
         for (entry, index) in listed.iter().zip(position.index + 1..) {
             let next = used.position(index).cookie();
             let dirent = Dirent { ino: entry.inode, next, kind: entry.kind, name: &entry.name };
@@ -154,7 +159,7 @@ impl Server {
     fn find_listing(&self, node: u64, position: Position) -> (Position, Option<Used>) {
         let mut tables = self.tables();
         let found = tables.listings.find(node, position);
-        if found.is_some() || !tables.nodes.has_lost_names_since(node, position) {
+        if found.is_some() || !tables.nodes.begins_again(node, position) {
             return (position, found);
         }
         (Position::START, tables.listings.find(node, Position::START))

@@ -2,6 +2,7 @@
 
 use std::{
     hash::{DefaultHasher, Hash, Hasher},
+    io::IoSlice,
     os::fd::{IntoRawFd, OwnedFd},
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
@@ -86,6 +87,12 @@ impl Server {
         self.shared.kind_of_file_system(device_of(stat), file) == FileSystemKind::MadeByKernel
     }
 
+    /// The same of a node whose file was opened.
+    fn is_known_as_made_by_kernel(&self, node: u64) -> bool {
+        let device = self.tables().nodes.device(node);
+        device.is_some_and(|device| self.shared.is_known_as(device, FileSystemKind::MadeByKernel))
+    }
+
     /// Opens a regular file, and truncates it if `flags` has O_TRUNC. It is truncated only after its identity was
     /// checked.
     pub(super) fn open_file(&mut self, node: u64, flags: u32, kills: bool) -> Result<(OwnedFd, FileStat)> {
@@ -160,6 +167,12 @@ impl Server {
                     filled += count;
                 }
                 Err(Errno::INTR) => {}
+                // Some files that the kernel makes have no positions (debugfs). What such a read takes may be gone, so
+                // there is no second one.
+                Err(Errno::SPIPE) if filled == 0 => {
+                    filled = self.iovecs.read(&*fd, room.slices()).map_err(errno)?;
+                    break;
+                }
                 Err(error) => return Err(error),
             }
         }
@@ -183,14 +196,26 @@ impl Server {
         let is_synchronous =
             matches!(opened, Opened::Node(_)) && OFlags::from_bits_retain(flags).intersects(OFlags::DSYNC);
         let data = request.data.split_front(size);
+        // Of a file that the kernel makes, one write of a program has to stay one: the kernel takes each part of the
+        // data for a write of its own.
+        let whole = if data.slices().nth(1).is_some() && self.is_known_as_made_by_kernel(request.header.node)
+        {
+            Some(data.to_vec())
+        } else {
+            None
+        };
         let iovecs = &mut self.iovecs;
-        let mut write = || match appends {
-            true => iovecs.append(&*fd, data.slices()).map_err(errno),
-            false => match iovecs.write_at(&*fd, data.slices(), offset).map_err(errno) {
-                // Some files that the kernel makes take what is written, whatever the position (/proc/PID/comm).
+        let mut write = || {
+            let written = match (&whole, appends) {
+                (Some(whole), _) => rustix::io::pwritev(&*fd, &[IoSlice::new(whole)], offset),
+                (None, true) => iovecs.append(&*fd, data.slices()).map_err(errno),
+                (None, false) => iovecs.write_at(&*fd, data.slices(), offset).map_err(errno),
+            };
+            match written {
+                // Some of these files take what is written, whatever the position (/proc/PID/comm).
                 Err(Errno::SPIPE) => rustix::io::write(&*fd, &data.to_vec()),
                 written => written,
-            },
+            }
         };
         let written = without_set_id_bits(write_flags & WRITE_KILL_SUIDGID != 0, || {
             loop {

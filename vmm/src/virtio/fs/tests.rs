@@ -160,9 +160,12 @@ impl Guest {
     fn send_with_room(&mut self, header: Vec<u8>, body: &[u8], room: u32) -> Result<Vec<u8>, i32> {
         self.driver.write(REQUEST, &header);
         self.driver.write(REQUEST + 0x1000, body);
+        // As when the data cross the end of a page.
+        let cut = body.len().saturating_sub(2);
         let buffers = [
             (REQUEST, IN_HEADER as u32, 0),
-            (REQUEST + 0x1000, body.len() as u32, 0),
+            (REQUEST + 0x1000, cut as u32, 0),
+            (REQUEST + 0x1000 + cut as u64, (body.len() - cut) as u32, 0),
             (ANSWER, OUT_HEADER as u32, WRITE),
             (ANSWER + OUT_HEADER as u64, room, WRITE),
         ];
@@ -934,7 +937,8 @@ fn each_file_system_has_a_number_of_its_own() {
         };
         let [(_, here), (one, of_one), (_, of_other)] =
             ["here", "one", "other"].map(|name| number(ROOT, name));
-        assert_eq!((here, of_one, of_other), (0, 1, 2));
+        assert_eq!(here, 0);
+        assert!(of_one > 0 && of_other > 0 && of_one != of_other, "{of_one} {of_other}");
         assert_eq!(number(one, "file").1, of_one);
     };
     drill(body, End::succeeds);

@@ -22,20 +22,23 @@ pub(super) fn as_on_the_host(host: &Host) -> Result<()> {
     let made = tempfile::Builder::new().prefix("e2e-made-").tempdir_in(root)?.keep();
     let _removed = Above(made.clone());
     let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id")?;
+    // A file that knows no positions.
+    let bytes = fs::read_to_string("/sys/kernel/debug/fault_around_bytes")?;
     let cgroups = fs::read_to_string(Path::new(root).join(read))?;
 
     let container = host.container().bind(Path::new("/proc"), "/host/proc", "rbind:ro");
     let container =
         container.bind(Path::new(root), "/host/cgroup", "rbind:ro").bind(&made, "/made", "rbind:rw");
+    let container = container.bind(Path::new("/sys/kernel/debug"), "/host/debug", "rbind:ro");
     let script = format!(
         "cd /host/proc; cat sys/kernel/ostype; head -n 1 sys/kernel/random/boot_id; \
          stat -c %s loadavg; grep -cE '^([0-9.]+ ){{3}}[0-9]+/[0-9]+ [0-9]+$' loadavg; \
          before=$(head -n 1 uptime); sleep 1; test \"$before\" != \"$(head -n 1 uptime)\" && echo later; \
-         cat /host/cgroup/{read}; \
+         cat /host/cgroup/{read} /host/debug/fault_around_bytes; \
          cd /made; echo {value} > {written} && head -n 1 {written} && stat -c %s {written}; \
          echo 0 > /host/proc/sys/vm/overcommit_memory"
     );
-    let expected = format!("Linux\n{boot}0\n1\nlater\n{cgroups}{value}\n0\n");
+    let expected = format!("Linux\n{boot}0\n1\nlater\n{cgroups}{bytes}{value}\n0\n");
     container.run(&["sh", "-c", &script])?.prints(&expected)?.fails_with("Read-only file system")?;
     let came = fs::read_to_string(made.join(written))?;
     ensure!(came.trim() == value, "expected  {value} in {written} on the host\ncame      {came:?}");

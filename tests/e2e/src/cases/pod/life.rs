@@ -1,17 +1,23 @@
 //! The life of pods and their containers: each has its states, and only pause ends a pod.
 
+use std::fs;
+use std::path::Path;
 use std::thread;
 use std::time::Duration;
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Context, Result, bail, ensure};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 
 use super::super::Case;
 use super::super::templates::state_dir;
+use super::super::upgrade::placeholder_processes;
 use crate::command::wait_until;
 use crate::cri::{self, messages::*};
 use crate::ctr::{Host, SETTLES};
 use crate::fixtures::{at_once, scratch};
 use crate::pods::{Container, Pod};
+use crate::snapshot::the_process_of;
 use crate::stuck::Frozen;
 
 pub(in crate::cases) const CASES: &[Case] = &[
@@ -33,6 +39,8 @@ pub(in crate::cases) const CASES: &[Case] = &[
     Case::both("three_pods_at_once_live_in_separate_worlds", three_at_once),
     Case::both("a_pod_outlives_containerd", outlives_containerd),
     Case::both("an_exit_while_containerd_is_down_is_reported_when_it_is_back", exit_unseen),
+    // Case lifecycle/programs_may_end_by_themselves_when_the_host_shuts_down shows what runc does.
+    Case::bulkhead("programs_of_a_pod_may_end_by_themselves_when_the_host_shuts_down", host_shuts_down),
     Case::bulkhead("a_container_that_starts_while_containerd_is_restarted_is_not_left_behind", start_unseen),
 ];
 
@@ -321,5 +329,30 @@ fn start_unseen(host: &Host) -> Result<()> {
     drop(stands_still);
     wait_until("the end of the container that is unknown", host.patience(SETTLES), || Ok(!files.exists()))?;
     pod.container().run(&["true"])?.exits(0)?;
+    Ok(())
+}
+
+/// systemd sends SIGTERM to all processes then, and has ended containerd before.
+fn host_shuts_down(host: &Host) -> Result<()> {
+    let shared = scratch()?;
+    let pod = Pod::start(host)?;
+    let script = "trap 'sleep 1; echo ended >/shared/end; exit' TERM; touch /shared/ready; while :; do sleep 0.1; done";
+    let _container = pod.container().mount(shared.path(), "/shared").start(&["sh", "-c", script])?;
+    let patience = host.patience(Duration::from_secs(10));
+    wait_until("the program to run", patience, || Ok(shared.path().join("ready").exists()))?;
+    let [vmm, shim] =
+        ["bulkhead-vmm", host.runtime().shim()].map(|program| the_process_of(program, pod.id()));
+    let (vmm, shim) = (vmm?, shim?);
+    let placeholders = placeholder_processes(shim)?;
+    ensure!(placeholders.len() == 1, "expected  one placeholder process\ncame      {placeholders:?}");
+    host.pods()?.while_containerd_is_down(|| {
+        for pid in [placeholders[0], vmm, shim] {
+            kill(Pid::from_raw(pid.cast_signed()), Signal::SIGTERM).context("cannot send SIGTERM")?;
+        }
+        let shim = Path::new("/proc").join(shim.to_string());
+        wait_until("the end of the shim", patience, || Ok(!shim.exists()))
+    })?;
+    let end = fs::read_to_string(shared.path().join("end")).context("the program could not end by itself")?;
+    ensure!(end == "ended\n", "expected  ended\ncame      {end:?}");
     Ok(())
 }

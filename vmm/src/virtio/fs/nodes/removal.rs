@@ -16,6 +16,9 @@ use crate::virtio::fs::{
 #[must_use]
 pub(in crate::virtio::fs) struct Held(u64);
 
+/// How often a directory is read from its start again before somebody has come to its end.
+const MOST_RESTARTS: u16 = 1000;
+
 impl Nodes {
     /// Names in a directory were removed or changed, when `last` was the last listing.
     pub(in crate::virtio::fs) fn lost_names(&mut self, directory: u64, last: Number) {
@@ -24,10 +27,21 @@ impl Nodes {
         }
     }
 
-    /// Whether names in a directory were removed or changed since the listing of a position was begun.
-    pub(in crate::virtio::fs) fn has_lost_names_since(&self, directory: u64, position: Position) -> bool {
-        let at = self.table.get(directory).and_then(|node| node.lost_names_at);
-        at.is_some_and(|last| position.is_of_or_before(last))
+    /// Whether a directory is to be read from its start again, because its listing is gone and names were removed or
+    /// changed since that was begun. Not endlessly: others may remove names while one that removes none reads.
+    pub(in crate::virtio::fs) fn begins_again(&mut self, directory: u64, position: Position) -> bool {
+        let Some(node) = self.table.get_mut(directory) else { return false };
+        let has_lost_names = node.lost_names_at.is_some_and(|last| position.is_of_or_before(last));
+        let begins = has_lost_names && node.restarts < MOST_RESTARTS;
+        node.restarts += u16::from(begins);
+        begins
+    }
+
+    /// A directory was read to its end.
+    pub(in crate::virtio::fs) fn was_read_to_its_end(&mut self, directory: u64) {
+        if let Some(node) = self.table.get_mut(directory) {
+            node.restarts = 0;
+        }
     }
 
     /// Call this before the name of a file is removed, with a descriptor of the file. If the name is the place of the

@@ -213,12 +213,30 @@ fn mounts_and_roots_keep_their_nodes_when_many_files_of_volumes_are_looked_up() 
 }
 
 #[test]
+fn a_directory_is_not_begun_again_endlessly() {
+    let open = || Arc::new(openat(CWD, "/", OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap());
+    let stat = stat_at(open(), c"").unwrap();
+    let mut nodes = Nodes::new(open(), &stat, LIMITS, true).unwrap();
+    let position = listings::Position::of_cookie(1 << 32 | 5);
+    assert!(!nodes.begins_again(ROOT, position));
+    nodes.lost_names(ROOT, 1);
+    let begun = |nodes: &mut Nodes| (0..2000).filter(|_| nodes.begins_again(ROOT, position)).count();
+    assert_eq!(begun(&mut nodes), 1000);
+    nodes.was_read_to_its_end(ROOT);
+    assert_eq!(begun(&mut nodes), 1000);
+}
+
+#[test]
 fn a_file_system_has_the_same_number_in_whatever_order_they_are_seen() {
     let open = || Arc::new(openat(CWD, "/", OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).unwrap());
     let stat = stat_at(open(), c"").unwrap();
+    // Of major 8, and file systems without a disk, which are other ones in each pod.
     let disk = |minor: u64| 8 << 32 | minor;
     let numbers = |order: [u64; 3]| {
         let mut nodes = Nodes::new(open(), &stat, LIMITS, false).unwrap();
+        for minor in order[0]..order[0] + 30 {
+            nodes.inode_on(minor, 1);
+        }
         HashMap::from(order.map(|minor| (minor, nodes.inode_on(disk(minor), 1))))
     };
     assert_eq!(numbers([1, 2, 16]), numbers([16, 2, 1]));

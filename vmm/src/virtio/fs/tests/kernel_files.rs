@@ -44,6 +44,12 @@ fn what_the_kernel_makes_is_read_and_written_without_the_page_cache() {
         guest.write_with(node, handle, b"again", 0, libc::O_APPEND).unwrap();
         assert_eq!(guest.read(node, reader, 0, 100).unwrap(), b"again\n");
         assert_eq!(guest.size(node), Ok(0));
+        // In parts it would be 0: the last part.
+        let node = find(&mut guest, &format!("proc/{}/oom_score_adj", std::process::id()));
+        let handle = guest.open(node, libc::O_WRONLY).unwrap();
+        guest.write(node, handle, b"900\n").unwrap();
+        let reader = guest.open(node, libc::O_RDONLY).unwrap();
+        assert_eq!(guest.read(node, reader, 0, 100).unwrap(), b"900\n");
         // An empty file on a disk stays one that is cached.
         let node = find(&mut guest, "file");
         assert_eq!(guest.opened(node, libc::O_RDONLY).unwrap().1 & OPEN_DIRECT_IO, 0);

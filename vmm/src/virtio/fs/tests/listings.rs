@@ -262,6 +262,24 @@ fn no_entry_is_left_out_after_the_listing_was_removed_and_names_were_removed_fro
 }
 
 #[test]
+fn a_removal_that_fails_begins_no_directory_again() {
+    let (mut guest, root) = guest_and_root(few());
+    make_files(&guest, "tree", 100);
+    make_files(&guest, "tree/full", 1);
+    let tree = guest.lookup(root, "tree").unwrap();
+    let first = read_some(&mut guest, opcode::READDIR, tree, 0);
+    assert_eq!(guest.ask(opcode::RMDIR, tree, b"full\0"), Err(-libc::ENOTEMPTY));
+    for index in 0..10 {
+        let name = format!("begun-{index}");
+        make_files(&guest, &name, 60);
+        let begun = guest.lookup(root, &name).unwrap();
+        read_some(&mut guest, opcode::READDIR, begun, 0);
+    }
+    let next = read_some(&mut guest, opcode::READDIR, tree, first.last().unwrap().1);
+    assert!(!next.iter().any(|(name, _)| first.iter().any(|(other, _)| other == name)), "{first:?} {next:?}");
+}
+
+#[test]
 fn the_listings_of_a_directory_that_the_guest_has_forgotten_are_removed() {
     let (mut guest, root) = guest_and_root(few());
     make_files(&guest, "dir", 600);
