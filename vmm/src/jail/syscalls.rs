@@ -257,6 +257,8 @@ const FS: &[Allowed] = &[
     // READ and WRITE.
     any(libc::SYS_preadv),
     any(libc::SYS_pwritev),
+    // READ of a file without positions; write(2) is allowed to all.
+    any(libc::SYS_readv),
     // WRITE to the end of a file.
     when(libc::SYS_pwritev2, &[is(5, libc::RWF_APPEND as u64)]),
     // FLUSH closes a duplicate of the descriptor.
