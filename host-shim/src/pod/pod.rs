@@ -65,9 +65,9 @@ use crate::{
 /// How long Delete waits until a creation that it has cancelled is undone.
 const CANCEL: Duration = Duration::from_secs(30);
 
-/// The same before the VM ends. With what programs and the guest may take then, it is within the time that systemd
-/// gives at a shutdown (`service/server.rs`).
-const CANCEL_BEFORE_THE_END: Duration = Duration::from_secs(8);
+/// The same if the host shuts down. With what programs and the guest may take then, it is within the time that systemd
+/// gives (`service/server.rs`).
+const CANCEL_IN_A_HURRY: Duration = Duration::from_secs(8);
 
 /// How long a step on the host may continue after its creation was cancelled. After that the step counts as hung.
 const HOST_STEP: Duration = Duration::from_secs(2);
@@ -83,6 +83,8 @@ struct Shared {
     containers: Mutex<HashMap<String, Entry>>,
     /// Nothing is created any more.
     stopping: AtomicBool,
+    /// The host shuts down, and what is left must end within a time.
+    is_hurried: AtomicBool,
 }
 
 /// A place in the table of containers.
@@ -133,7 +135,13 @@ impl Pod {
     /// A pod that has nothing yet.
     pub(crate) fn new(settings: Settings, events: Publisher) -> Self {
         let vm = Arc::new(PodVm::new(settings, events.log().clone()));
-        Self(Arc::new(Shared { vm, events, containers: Mutex::default(), stopping: AtomicBool::new(false) }))
+        Self(Arc::new(Shared {
+            vm,
+            events,
+            containers: Mutex::default(),
+            stopping: AtomicBool::new(false),
+            is_hurried: AtomicBool::new(false),
+        }))
     }
 
     pub(crate) fn id(&self) -> &str {
@@ -451,6 +459,7 @@ impl Pod {
     /// `within` has passed. Pause is left out: it holds the namespaces and has no data. Nothing is created any more.
     pub(crate) async fn terminate(&self, within: Duration) {
         self.0.stopping.store(true, Ordering::Relaxed);
+        self.0.is_hurried.store(true, Ordering::Relaxed);
         let end = async |container: &Arc<Container>| {
             container.init.wait_started().await;
             match container.kill(SIGTERM, true).await {
@@ -476,7 +485,8 @@ impl Pod {
     /// Ends whatever there is, including creations under way, and leaves nothing.
     pub(crate) async fn stop(&self) {
         self.0.stopping.store(true, Ordering::Relaxed);
-        self.cancel_creations(|_| true, CANCEL_BEFORE_THE_END).await;
+        let is_hurried = self.0.is_hurried.load(Ordering::Relaxed);
+        self.cancel_creations(|_| true, if is_hurried { CANCEL_IN_A_HURRY } else { CANCEL }).await;
         self.end_vm().await;
         if let Err(error) = self.0.vm.remove_from_host(self.id()).await {
             tracing::error!(error = chain(&error), "the pod left something on the host");

@@ -10,6 +10,7 @@ use bulkhead_agent_api::{
     HUGE_PAGE_SIZE,
     cpu_list::{self, CpuNumbers},
 };
+use tokio::time::Instant;
 
 use crate::{
     guest::agent::{Agent, HostSettings},
@@ -223,6 +224,7 @@ impl HostResources {
             Ok::<_, TaskError>(agent)
         };
         let allowed = self.memory_above().await?.limit;
+        self.limit_above.set_followed(allowed, Instant::now());
         let resized = async {
             let _step = timeline.begin(Step::FitMemory);
             Ok::<_, TaskError>(vm.fit_memory(needs, allowed).await?)

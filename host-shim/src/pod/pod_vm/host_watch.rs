@@ -103,11 +103,15 @@ impl PodVm {
             limit
         };
         let fitted = self.fit_memory_to_limit(guest).await;
-        // Once more for the VM only, not for an agent that does not hear of it.
-        if matches!(fitted, Ok(()) | Err(TaskError::Agent(_)))
-            && let Some(host) = self.host.lock().await.as_mut()
-        {
-            host.limit_above.set_followed(limit, Instant::now());
+        if let Some(host) = self.host.lock().await.as_mut() {
+            let is_done = match &fitted {
+                Ok(()) => true,
+                Err(TaskError::Agent(_)) => host.limit_above.was_not_heard(),
+                Err(_) => false,
+            };
+            if is_done {
+                host.limit_above.set_followed(limit, Instant::now());
+            }
         }
         fitted
     }

@@ -29,6 +29,9 @@ pub(crate) struct MemoryLimits {
 /// cgroup. An update may take 90 seconds.
 const KUBELET: Duration = Duration::from_secs(300);
 
+/// How often the agent is told of the VM's size for a limit if it does not answer.
+const MOST_UNHEARD: u32 = 3;
+
 /// The lowest memory limit of the cgroups above the pod's, bytes.
 ///
 /// kubelet resizes a pod by one update for each container, and then changes the limit of the pod's cgroup by the sum.
@@ -36,9 +39,15 @@ const KUBELET: Duration = Duration::from_secs(300);
 /// the shim expects that limit from the updates on.
 #[derive(Debug, Default)]
 pub(super) struct LimitAbove {
-    /// The limit that the VM's size was made for. None: not looked at yet.
+    /// The limit that the VM's size was made for. None: the VM has none yet.
     followed: Option<Option<u64>>,
+    /// The limit that was seen last.
+    seen: Option<u64>,
+    /// By how much the limit was raised before the updates that it was raised for.
+    risen: u64,
     expected: Option<ExpectedChange>,
+    /// How often in a row the agent has not heard of the VM's size for a limit.
+    unheard: u32,
 }
 
 /// By how much a limit is about to be changed.
@@ -46,7 +55,8 @@ pub(super) struct LimitAbove {
 struct ExpectedChange {
     /// The limit before.
     limit: u64,
-    /// The sum of the updates. kubelet raises the limit before it raises one of a container, so only a fall is to come.
+    /// The sum of the updates, but for the rises that the limit has already. kubelet raises it before it raises those
+    /// of containers, so only a fall is to come.
     bytes: i64,
     /// When the last update was made.
     since: Instant,
@@ -56,12 +66,24 @@ impl LimitAbove {
     /// A container's limit was changed while the limit above was `limit`. Returns whether that is to become another one
     /// now than before.
     fn expect_change(&mut self, limit: u64, before: u64, new: u64, now: Instant) -> bool {
+        self.see(Some(limit));
         let expected = self.about_to_be(limit, now);
         let due = self.expected.take_if(|expected| expected.is_due(limit, now));
-        let change = new.cast_signed().saturating_sub(before.cast_signed());
+        let included = self.risen.min(new.saturating_sub(before));
+        self.risen -= included;
+        let change = new.cast_signed().saturating_sub(before.saturating_add(included).cast_signed());
         let bytes = due.map_or(0, |due| due.bytes).saturating_add(change);
         self.expected = Some(ExpectedChange { limit, bytes, since: now });
         self.about_to_be(limit, now) != expected
+    }
+
+    fn see(&mut self, limit: Option<u64>) {
+        self.risen = match (self.seen, limit) {
+            (Some(seen), Some(limit)) if limit == seen => self.risen,
+            (Some(seen), Some(limit)) => limit.saturating_sub(seen),
+            _ => 0,
+        };
+        self.seen = limit;
     }
 
     /// What `limit` is about to be.
@@ -78,8 +100,18 @@ impl LimitAbove {
 
     /// The VM's size was made for `limit`.
     pub(super) fn set_followed(&mut self, limit: Option<u64>, now: Instant) {
+        self.see(limit);
         self.followed = Some(limit);
+        self.unheard = 0;
         self.expected.take_if(|expected| limit.is_none_or(|limit| !expected.is_due(limit, now)));
+    }
+}
+
+impl LimitAbove {
+    /// The VM has the size for a limit, and the agent did not hear of it. Returns whether it is not told again.
+    pub(super) fn was_not_heard(&mut self) -> bool {
+        self.unheard += 1;
+        self.unheard >= MOST_UNHEARD
     }
 }
 
@@ -126,7 +158,9 @@ impl PodVm {
         let allowed = match self.host.lock().await.as_ref() {
             Some(host) => {
                 let limit = host.memory_above().await?.limit;
-                limit.map(|limit| host.limit_above.about_to_be(limit, Instant::now()))
+                // kubelet lowers it to the sum of the containers' limits at least. This limit may be another one.
+                let least = |limit: u64| limit.min(self.memory_limits());
+                limit.map(|limit| host.limit_above.about_to_be(limit, Instant::now()).max(least(limit)))
             }
             None => return Ok(None),
         };
@@ -226,6 +260,21 @@ mod tests {
             // The fall that came first is taken back.
             assert_eq!(changes, [order[0].1 < order[0].0; 2]);
         }
+        // The limit is raised first, and that is no reason to keep memory when it falls again.
+        let mut above = LimitAbove::default();
+        above.set_followed(Some(1000), now);
+        above.expect_change(1384, 128, 512, now);
+        above.set_followed(Some(1384), now);
+        above.expect_change(1384, 512, 128, now);
+        assert_eq!(above.about_to_be(1384, now), 1000);
+        // One up by 300, another down by 100, after the limit was raised by 200.
+        let mut above = LimitAbove::default();
+        above.set_followed(Some(1000), now);
+        above.expect_change(1200, 200, 100, now);
+        above.expect_change(1200, 500, 800, now);
+        assert_eq!(above.about_to_be(1200, now), 1200);
+        above.expect_change(1200, 800, 700, now);
+        assert_eq!(above.about_to_be(1200, now), 1100);
         // Down, and up again before anybody has looked.
         let mut above = LimitAbove::default();
         above.set_followed(Some(1000), now);

@@ -120,6 +120,8 @@ pub(super) const FSYNC_DATA: u32 = 1;
 pub(super) const OPEN_DIRECT_IO: u32 = 1;
 /// `FOPEN_KEEP_CACHE`: the pages of the file in the page cache of the guest are still valid.
 pub(super) const OPEN_KEEP_CACHE: u32 = 1 << 1;
+/// `FOPEN_NONSEEKABLE`: the file has no positions.
+pub(super) const OPEN_NONSEEKABLE: u32 = 1 << 2;
 /// `FOPEN_CACHE_DIR`: the guest may cache the entries of the directory.
 pub(super) const OPEN_CACHE_DIR: u32 = 1 << 3;
 /// `FOPEN_NOFLUSH`: the guest need not send FLUSH when the file is closed.

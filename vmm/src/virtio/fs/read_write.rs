@@ -17,8 +17,8 @@ use rustix::{
 
 use super::{
     abi::{
-        Body, FSYNC_DATA, OPEN_DIRECT_IO, OPEN_KEEP_CACHE, OPEN_KILL_SUIDGID, OPEN_NOFLUSH, OPENED_FOR_IOCTL,
-        Result, WRITE_KILL_SUIDGID,
+        Body, FSYNC_DATA, OPEN_DIRECT_IO, OPEN_KEEP_CACHE, OPEN_KILL_SUIDGID, OPEN_NOFLUSH, OPEN_NONSEEKABLE,
+        OPENED_FOR_IOCTL, Result, WRITE_KILL_SUIDGID,
     },
     attributes::ATTR_OUT,
     file_server::{Answer, LONGEST_DATA, Request, Server, done},
@@ -54,8 +54,11 @@ impl Server {
         let (file, stat) = self.open_file(node, flags, open_flags & OPEN_KILL_SUIDGID != 0)?;
         if self.is_made_by_kernel(&stat, &file) {
             // The page cache would end at the size, which is 0 or any other number, and keep what was read once.
+            // Some of these files have no positions (debugfs).
+            let seeks =
+                if seek(&file, SeekFrom::Current(0)) == Err(Errno::SPIPE) { OPEN_NONSEEKABLE } else { 0 };
             let handle = self.add_handle(node, handles::kept(flags), file)?;
-            return Ok(Body::default().u64(handle).u32(OPEN_NOFLUSH | OPEN_DIRECT_IO).u32(0).into());
+            return Ok(Body::default().u64(handle).u32(OPEN_NOFLUSH | OPEN_DIRECT_IO | seeks).u32(0).into());
         }
         if flags == OPENED_FOR_IOCTL {
             // What the guest has cached stays to be checked by the next open. A 32-bit process, which may read, gets
