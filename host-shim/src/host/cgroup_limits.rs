@@ -221,15 +221,14 @@ pub(crate) fn lost(
     cgroup: &Cgroup,
     controllers: impl Iterator<Item = &'static str>,
 ) -> Result<Vec<&'static str>, CgroupError> {
-    let mut lost = Vec::new();
-    for controller in controllers {
-        let unified = cgroup.with_controller(controller).filter(|directory| directory.is_unified);
-        let Some(directory) = unified else { continue };
-        let path = directory.path.join("cgroup.controllers");
+    let of_v2 = |controller: &&str| cgroup.with_controller(controller).is_some_and(|it| it.is_unified);
+    let mut lost: Vec<_> = controllers.filter(of_v2).collect();
+    if let Some(unified) = cgroup.directories.iter().find(|directory| directory.is_unified)
+        && !lost.is_empty()
+    {
+        let path = unified.path.join("cgroup.controllers");
         let present = fs::read_to_string(&path).map_err(|source| CgroupError::Read { path, source })?;
-        if !present.split_whitespace().any(|name| name == controller) {
-            lost.push(controller);
-        }
+        lost.retain(|controller| !present.split_whitespace().any(|name| name == *controller));
     }
     Ok(lost)
 }

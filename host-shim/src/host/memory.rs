@@ -5,7 +5,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use crate::host::cgroup::{Cgroup, CgroupError};
+use crate::host::cgroup::{Cgroup, CgroupError, Directory};
 
 /// A VM that grows on demand leaves this part of the host's memory to others. Otherwise the host's kernel would run out
 /// of memory before the guest's does, and would kill a whole VM instead of a process in it.
@@ -53,7 +53,7 @@ impl Above {
     /// What the cgroups above this one allow it now.
     pub(crate) fn of(cgroup: &Cgroup) -> Result<Self, CgroupError> {
         let Some(directory) = cgroup.with_controller("memory") else { return Ok(Self::default()) };
-        let files = if directory.is_unified { &V2 } else { &V1 };
+        let files = Files::of(directory);
         let mut all = Self::default();
         for path in directory.above() {
             let limit = files.limit(path, files.limit)?;
@@ -77,12 +77,16 @@ impl Above {
 /// The lowest memory limit of the cgroups above this one, bytes. None: they have none.
 pub(crate) fn limit_above(cgroup: &Cgroup) -> Result<Option<u64>, CgroupError> {
     let Some(directory) = cgroup.with_controller("memory") else { return Ok(None) };
-    let files = if directory.is_unified { &V2 } else { &V1 };
+    let files = Files::of(directory);
     let limits = directory.above().map(|path| files.limit(path, files.limit));
     Ok(limits.collect::<Result<Vec<_>, _>>()?.into_iter().flatten().min())
 }
 
 impl Files {
+    fn of(directory: &Directory) -> &'static Self {
+        if directory.is_unified { &V2 } else { &V1 }
+    }
+
     fn limit(&self, cgroup: &Path, file: &str) -> Result<Option<u64>, CgroupError> {
         limit_of(&cgroup.join(file))
     }

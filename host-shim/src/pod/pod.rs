@@ -462,14 +462,8 @@ impl Pod {
         self.0.is_hurried.store(true, Ordering::Relaxed);
         let end = async |container: &Arc<Container>| {
             container.init.wait_started().await;
-            match container.kill(SIGTERM, true).await {
-                Ok(()) => drop(container.init.wait().await),
-                // It does not run.
-                Err(TaskError::Refused(_)) => {}
-                Err(error) => {
-                    let error = chain(&error);
-                    tracing::warn!(container = container.id, error, "cannot signal the container")
-                }
+            if signal_all(container, SIGTERM).await {
+                container.init.wait().await;
             }
         };
         let mut all = self.all();
@@ -551,13 +545,7 @@ impl Pod {
     pub(crate) async fn kill_members(&self) {
         self.cancel_creations(|id| !self.0.vm.is_first(id), CANCEL).await;
         let members = self.members();
-        let kill = async |container: &Arc<Container>| match container.kill(SIGKILL, true).await {
-            Ok(()) | Err(TaskError::Refused(_)) => {}
-            Err(error) => {
-                tracing::warn!(container = container.id, error = chain(&error), "cannot signal the container")
-            }
-        };
-        join_all(members.iter().map(kill)).await;
+        join_all(members.iter().map(|member| signal_all(member, SIGKILL))).await;
     }
 
     /// What the containers use together. What the VM itself takes of the host is in the pod's cgroup there.
@@ -580,6 +568,19 @@ impl Pod {
 
     fn containers(&self) -> MutexGuard<'_, HashMap<String, Entry>> {
         lock(&self.0.containers)
+    }
+}
+
+/// Signals each process of a container. Returns whether the guest has taken the signal: it does not if the container
+/// does not run, which is no error.
+async fn signal_all(container: &Container, signal: u32) -> bool {
+    match container.kill(signal, true).await {
+        Ok(()) => true,
+        Err(TaskError::Refused(_)) => false,
+        Err(error) => {
+            tracing::warn!(container = container.id, error = chain(&error), "cannot signal the container");
+            false
+        }
     }
 }
 

@@ -14,7 +14,6 @@ use crate::{
     host::{
         cgroup::Cgroup,
         cgroup_limits::{self, limit_cpu, limit_cpuset, limit_memory},
-        memory,
     },
     process::{error::TaskError, running_guest::Guest},
     types::{
@@ -95,8 +94,7 @@ impl PodVm {
         let limit = {
             let host = self.host.lock().await;
             let Some(host) = host.as_ref() else { return Ok(()) };
-            let Some(cgroup) = &host.cgroup else { return Ok(()) };
-            let limit = memory::limit_above(cgroup.as_read())?;
+            let limit = host.memory_limit_above()?;
             if !host.limit_above.needs_fit(limit, Instant::now()) {
                 return Ok(());
             }

@@ -105,9 +105,7 @@ impl LimitAbove {
         self.unheard = 0;
         self.expected.take_if(|expected| limit.is_none_or(|limit| !expected.is_due(limit, now)));
     }
-}
 
-impl LimitAbove {
     /// The VM has the size for a limit, and the agent did not hear of it. Returns whether it is not told again.
     pub(super) fn was_not_heard(&mut self) -> bool {
         self.unheard += 1;
@@ -136,8 +134,7 @@ impl PodVm {
     pub(crate) async fn follow_update(&self, guest: &Guest, before: u64, new: u64) -> Result<(), TaskError> {
         let mut is_other = false;
         if let Some(host) = self.host.lock().await.as_mut()
-            && let Some(cgroup) = &host.cgroup
-            && let Some(limit) = memory::limit_above(cgroup.as_read())?
+            && let Some(limit) = host.memory_limit_above()?
         {
             is_other = host.limit_above.expect_change(limit, before, new, Instant::now());
         }
@@ -156,12 +153,10 @@ impl PodVm {
     /// beyond the memory that it began with, MiB, if that has changed.
     async fn fit_memory(&self, guest: &Guest) -> Result<Option<u32>, TaskError> {
         let allowed = match self.host.lock().await.as_ref() {
-            Some(host) => {
-                let limit = host.memory_above().await?.limit;
-                // kubelet lowers it to the sum of the containers' limits at least. This limit may be another one.
-                let least = |limit: u64| limit.min(self.memory_limits());
-                limit.map(|limit| host.limit_above.about_to_be(limit, Instant::now()).max(least(limit)))
-            }
+            // kubelet lowers it to the sum of the containers' limits at least. This limit may be another one.
+            Some(host) => host.memory_above().await?.limit.map(|limit| {
+                host.limit_above.about_to_be(limit, Instant::now()).max(limit.min(self.memory_limits()))
+            }),
             None => return Ok(None),
         };
         Ok(guest.vm.fit_memory(self.memory_needs(), allowed).await?)
@@ -215,6 +210,14 @@ impl HostResources {
     /// The memory of a VM whose containers may use this together.
     pub(super) fn vm_mib(&self, needs: Needs) -> u32 {
         self.memory.map_or(u32::MAX, |memory| memory.for_needs(needs))
+    }
+
+    /// The lowest memory limit of the cgroups above the pod's, bytes.
+    pub(super) fn memory_limit_above(&self) -> Result<Option<u64>, TaskError> {
+        match &self.cgroup {
+            Some(cgroup) => Ok(memory::limit_above(cgroup.as_read())?),
+            None => Ok(None),
+        }
     }
 
     /// What the cgroups above the pod's allow it. The pod's own limit, if it has one, follows from the VM's size.
