@@ -9,6 +9,7 @@ use anyhow::{Context, Result, ensure};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 
 mod kernel_files;
+mod many_known;
 mod synced;
 
 use super::Case;
@@ -44,6 +45,8 @@ pub(super) const CASES: &[Case] = &[
     Case::both("owners_modes_and_links_are_kept", bind_metadata),
     Case::both("many_files_are_made_and_removed", many_files),
     Case::both("a_tree_of_many_directories_is_removed_whole", tree_removed),
+    Case::both("what_is_mounted_stays_where_very_many_files_are_read", many_known::mounts_stay),
+    Case::both("many_open_files_are_used_after_the_host_has_renamed_them", many_known::open_renamed),
     Case::both("a_tmpfs_has_its_size", tmpfs),
     // runc 1.1 leaves the root private.
     Case::bulkhead("the_propagation_of_the_root_is_the_specs", root_propagation),

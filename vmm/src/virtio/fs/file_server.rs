@@ -94,8 +94,12 @@ impl Limits {
     pub(super) fn of_this_process(shares: usize) -> Self {
         let files = getrlimit(Resource::RLIMIT_NOFILE).map_or(1024, |(soft, _)| soft as usize);
         let files = files / shares.max(1);
-        let opened = 1024.min(files / 8);
+        // A file that the host renames or removes can be read as long as it has a descriptor.
+        let opened = 4096.min(files / 8);
         Self {
+            // The guest drops the files that nobody uses when it knows 81,920 of a file system
+            // (kernel-config/patches/fuse-many-inodes.patch). So these limits are for what is in use, and for guests
+            // with another kernel.
             nodes: nodes::Limits {
                 idle: 1 << 17,
                 open: 1 << 16,
@@ -105,7 +109,7 @@ impl Limits {
             },
             handles: handles::Limits { handles: 1 << 18, files: opened },
             // An exclusive share has no handles.
-            listings: listings::Limits { listings: opened, bytes: 4 << 20 },
+            listings: listings::Limits { listings: 1024.min(files / 8), bytes: 4 << 20 },
             // An exclusive share has no locks.
             locks: lock_owners::Limits { owners: 1024.min(files / 16), ranges: 1 << 13 },
         }
