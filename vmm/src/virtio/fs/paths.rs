@@ -1,10 +1,10 @@
 //! Reaches the files of nodes. All system calls are made without the lock on the tables, because they may block.
 
-use std::{ffi::CStr, os::fd::OwnedFd, sync::Arc};
+use std::{ffi::CStr, io::IoSliceMut, os::fd::OwnedFd, sync::Arc};
 
 use rustix::{
     fs::{CWD, FileType, Mode, OFlags, fstatfs, openat},
-    io::Errno,
+    io::{Errno, preadv},
 };
 
 use super::{
@@ -168,13 +168,18 @@ impl Server {
             (None, Ok(place)) => self.path_at_place(number, place)?,
             (None, Err(error)) => return Err(*error),
         };
-        if place.is_ok_and(|place| OWN_MEMORY.contains(&&*place.name))
-            && fstatfs(&*fd)?.f_type == PROC_SUPER_MAGIC
-        {
+        let name = place.ok().map(|place| place.name);
+        let is_secret = name.as_ref().is_some_and(|name| OWN_MEMORY.contains(&&**name));
+        let may_be_secret = is_secret || name.as_ref().is_some_and(|name| &**name == c"stat");
+        let is_in_procfs = may_be_secret && fstatfs(&*fd)?.f_type == PROC_SUPER_MAGIC;
+        if is_secret && is_in_procfs {
             return Err(Errno::ACCESS);
         }
         let flags = flags | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
         let opened = openat(CWD, &*path_of(&fd), flags, Mode::empty())?;
+        if is_in_procfs && name.is_some_and(|name| &*name == c"stat") && has_addresses(&opened)? {
+            return Err(Errno::ACCESS);
+        }
         let stat = stat_at(&opened, c"")?;
         Ok((opened, stat))
     }
@@ -249,6 +254,17 @@ impl Shared {
 pub(super) fn open_to_write(fd: &OwnedFd) -> Result<OwnedFd> {
     let flags = OFlags::WRONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
     openat(CWD, &*path_of(fd), flags, Mode::empty())
+}
+
+/// Whether /proc/PID/stat has the address of the program (field 26, proc_pid_stat(5)), and with it others. It has those
+/// of a process that the VMM may trace, which is itself. Of others it says 0 or 1.
+fn has_addresses(stat: &OwnedFd) -> Result<bool> {
+    let mut text = [0; 4096];
+    let length = preadv(stat, &mut [IoSliceMut::new(&mut text)], 0)?;
+    // Field 2 is a name in parentheses, which may contain anything.
+    let rest = text[..length].rsplit(|byte| *byte == b')').next().unwrap_or_default();
+    let address = rest.split(|byte| *byte == b' ').filter(|field| !field.is_empty()).nth(26 - 3);
+    Ok(address.is_some_and(|address| !matches!(address, b"0" | b"1")))
 }
 
 /// The error if the place of a node does not exist any more.

@@ -92,3 +92,23 @@ fn a_file_system_that_cannot_be_opened_is_an_error_of_a_sync() {
     };
     drill(body, End::succeeds);
 }
+
+/// They are in the host's /proc, which a container may have as a volume.
+#[test]
+fn addresses_of_the_vmm_are_not_shown() {
+    let body = || {
+        let dir = tempfile::tempdir().unwrap();
+        mount_in(dir.path(), &["process"]);
+        let process = dir.path().join("process");
+        mount(Some("/proc/self"), &process, None::<&str>, MsFlags::MS_BIND, None::<&str>).unwrap();
+        let (_, mut server) = server_of(dir.path());
+        let (process, _) = server.find(ROOT, c"process").unwrap();
+        let mut open = |name| {
+            let (number, _) = server.find(process, name).unwrap();
+            server.open_node(number, OFlags::RDONLY).err()
+        };
+        assert_eq!((open(c"maps"), open(c"stat")), (Some(Errno::ACCESS), Some(Errno::ACCESS)));
+        assert_eq!((open(c"comm"), open(c"statm")), (None, None));
+    };
+    drill(body, End::succeeds);
+}
