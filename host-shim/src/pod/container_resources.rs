@@ -65,20 +65,23 @@ fn warn_of_vcpus(container: &str, fitted: Result<(), TaskError>) {
 }
 
 impl Container {
-    /// The processes by their ids in the guest: none of the host's processes belongs to the container. When containerd
-    /// is restarted, it gives up a shim without a sandbox whose list is empty, late or an error. So without a list the
-    /// answer is the one process of the host that stands for the container.
+    /// The process of the host that stands for the container, once for each process of the container. The numbers in
+    /// the guest are those of other processes on the host, where clients would look for them (`nerdctl top`,
+    /// containerd's metrics). But clients also count them.
+    ///
+    /// When containerd is restarted, it gives up a shim without a sandbox whose list is empty, late or an error. So
+    /// without an answer of the guest the list has one.
     pub(crate) async fn pids(&self) -> Result<Vec<u32>, TaskError> {
         self.allow(Action::Query)?;
-        match self.guest.agent.list_pids(&self.id).await {
-            Ok(pids) if !pids.is_empty() => Ok(pids),
-            Err(AgentError::Silent { .. }) => Ok(vec![self.pid()]),
+        let count = match self.guest.agent.list_pids(&self.id).await {
+            Ok(pids) => pids.len().max(1),
+            Err(AgentError::Silent { .. }) => 1,
             Err(error) => {
                 tracing::warn!(container = self.id, error = chain(&error), "no list of processes");
-                Ok(vec![self.pid()])
+                1
             }
-            Ok(_) => Ok(vec![self.pid()]),
-        }
+        };
+        Ok(vec![self.pid(); count])
     }
 
     /// What the container uses, as containerd's clients expect it.

@@ -154,7 +154,7 @@ impl TaskService {
 
     async fn list_pids(&self, id: &str) -> Result<Vec<u32>, TaskError> {
         let container = self.pod.container(id)?;
-        // docker looks the pids up among the host's processes, and would show those that happen to have them.
+        // docker does not count them.
         if is_dockers(self.pod.namespace()) {
             return Ok(vec![container.pid()]);
         }
