@@ -185,8 +185,8 @@ const SAVER: &[Allowed] = &[
     when(libc::SYS_ioctl, &[kvm(_IOC_READ, 0xa6, size_of::<kvm_xcrs>())]),
     when(libc::SYS_ioctl, &[kvm(_IOC_READ | _IOC_WRITE, 0x62, size_of::<kvm_irqchip>())]),
     when(libc::SYS_ioctl, &[kvm(_IOC_READ, 0x7c, size_of::<kvm_clock_data>())]),
-    // Finding the pages that the guest has touched.
-    any(libc::SYS_mincore),
+    // Finding the pages that the guest has touched, in a file that is open.
+    any(libc::SYS_pread64),
 ];
 
 const VCPU: &[Allowed] = &[

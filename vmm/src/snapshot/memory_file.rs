@@ -3,7 +3,7 @@
 use std::{
     fs::File,
     io::{self, Write},
-    os::fd::AsRawFd,
+    os::{fd::AsRawFd, unix::fs::FileExt},
 };
 
 use serde::{Deserialize, Serialize};
@@ -51,13 +51,13 @@ pub struct Extent {
 }
 
 /// Writes all pages of `memory` that are not empty to `file`, which must be empty. No vCPU and no device may run
-/// meanwhile.
-pub fn save_memory(memory: &GuestMemory, file: &mut File) -> io::Result<Vec<Extent>> {
+/// meanwhile. `page_map` is that of [`open_page_map`].
+pub fn save_memory(memory: &GuestMemory, file: &mut File, page_map: &File) -> io::Result<Vec<Extent>> {
     let mut extents: Vec<Extent> = Vec::new();
     let mut page = [0; PAGE];
     for region in memory.iter() {
         let start = region.start_addr().raw_value();
-        for (index, _) in resident(region)?.into_iter().enumerate().filter(|(_, resident)| *resident) {
+        for (index, _) in touched(region, page_map)?.into_iter().enumerate().filter(|(_, touched)| *touched) {
             let offset = (index * PAGE) as u64;
             let address = start + offset;
             region.read_slice(&mut page, MemoryRegionAddress(offset)).map_err(io::Error::other)?;
@@ -106,18 +106,23 @@ pub fn restore_memory(size: Size, file: &File, extents: &[Extent]) -> Result<Gue
     Ok(memory)
 }
 
-/// For each page of `region`, whether it was touched (mincore(2)). Reading a page that was not touched would allocate
-/// it.
-#[allow(unsafe_code)]
-fn resident(region: &Region) -> io::Result<Vec<bool>> {
-    let len = region.len() as usize;
-    let mut pages = vec![0u8; len.div_ceil(PAGE)];
-    // SAFETY: the range is mapped, because `region` owns it. The kernel writes a byte for each page of it, and
-    // `pages` has as many. No safe function does this.
-    match unsafe { libc::mincore(region.host_address().cast(), len, pages.as_mut_ptr()) } {
-        0 => Ok(pages.iter().map(|page| page & 1 != 0).collect()),
-        _ => Err(io::Error::last_os_error()),
-    }
+/// The file of this process that says which pages it has (Documentation/admin-guide/mm/pagemap.rst).
+pub fn open_page_map() -> io::Result<File> {
+    File::open("/proc/self/pagemap")
+}
+
+/// For each page of `region`, whether it was touched. Reading a page that was not touched would allocate it.
+///
+/// mincore(2) does not tell a page that the host has swapped out from one that was never touched.
+fn touched(region: &Region, page_map: &File) -> io::Result<Vec<bool>> {
+    const ENTRY: usize = size_of::<u64>();
+    /// Bits 62 and 63: the page is swapped out, or in memory.
+    const HAS_CONTENT: u64 = 3 << 62;
+    let pages = (region.len() as usize).div_ceil(PAGE);
+    let mut entries = vec![0; pages * ENTRY];
+    page_map.read_exact_at(&mut entries, (region.host_address().addr() / PAGE * ENTRY) as u64)?;
+    let entries = entries.as_chunks::<ENTRY>().0.iter();
+    Ok(entries.map(|entry| u64::from_ne_bytes(*entry) & HAS_CONTENT != 0).collect())
 }
 
 /// The blocks of [`LARGEST_BLOCK`] bytes that the template has used a part of: start and length of each run of them.
@@ -172,6 +177,25 @@ mod tests {
         }
     }
 
+    fn save(memory: &GuestMemory, file: &mut File) -> io::Result<Vec<Extent>> {
+        save_memory(memory, file, &open_page_map().unwrap())
+    }
+
+    /// This host may have no swap. Then the page stays in memory.
+    #[test]
+    #[allow(unsafe_code)]
+    fn a_page_that_the_host_has_swapped_out_is_saved() {
+        let memory = allocate(Size::new(64, None), None).unwrap();
+        filled(&memory, &[0x20_1008]);
+        let page = memory.get_slice(GuestAddress(0x20_1000), PAGE).unwrap().ptr_guard_mut();
+        // SAFETY: the page is mapped, and its content stays.
+        assert_eq!(unsafe { libc::madvise(page.as_ptr().cast(), PAGE, libc::MADV_PAGEOUT) }, 0);
+        let mut file = tempfile::tempfile().unwrap();
+        let extents = save(&memory, &mut file).unwrap();
+        let again = restore_memory(Size::new(64, None), &file, &extents).unwrap();
+        assert_eq!(again.read_obj::<u64>(GuestAddress(0x20_1008)).unwrap(), 0x20_1008);
+    }
+
     #[test]
     fn what_is_saved_is_found_again_and_nothing_else_is_in_the_file() {
         let mib = 3 * 1024 + 64;
@@ -183,7 +207,7 @@ mod tests {
         // This page was touched and is empty.
         memory.write_obj(0u64, GuestAddress(128 << 20)).unwrap();
         let mut file = tempfile::tempfile().unwrap();
-        let extents = save_memory(&memory, &mut file).unwrap();
+        let extents = save(&memory, &mut file).unwrap();
         let places: Vec<_> = extents.iter().map(|extent| (extent.start, extent.len)).collect();
         let page = PAGE as u64;
         assert_eq!(places, [(0x5000, 5 * page), (64 << 20, page), ((3 << 30) - page, page), (4 << 30, page)]);
@@ -208,7 +232,7 @@ mod tests {
         let memory = allocate(Size::new(64, None), None).unwrap();
         filled(&memory, &[0x1000, 9 * block]);
         let mut file = tempfile::tempfile().unwrap();
-        let extents = save_memory(&memory, &mut file).unwrap();
+        let extents = save(&memory, &mut file).unwrap();
         let clone = restore_memory(Size::new(64, None), &file, &extents).unwrap();
         let has_small_pages = |address: u64| {
             let address = clone.get_host_address(GuestAddress(address)).unwrap().addr();
@@ -236,7 +260,7 @@ mod tests {
         let memory = allocate(Size::new(64, None), None).unwrap();
         filled(&memory, &[0x1000]);
         let mut file = tempfile::tempfile().unwrap();
-        let extents = save_memory(&memory, &mut file).unwrap();
+        let extents = save(&memory, &mut file).unwrap();
         let [one, other] = [(); 2].map(|()| restore_memory(Size::new(64, None), &file, &extents).unwrap());
         one.write_obj(7u64, GuestAddress(0x1000)).unwrap();
         assert_eq!(one.read_obj::<u64>(GuestAddress(0x1000)).unwrap(), 7);
@@ -248,7 +272,7 @@ mod tests {
         let memory = allocate(Size::new(64, None), None).unwrap();
         filled(&memory, &[0x1000, 0x2000]);
         let mut file = tempfile::tempfile().unwrap();
-        let extents = save_memory(&memory, &mut file).unwrap();
+        let extents = save(&memory, &mut file).unwrap();
         file.set_len(PAGE as u64).unwrap();
         let error = restore_memory(Size::new(64, None), &file, &extents).unwrap_err().to_string();
         assert_eq!(error, "the file of the saved memory has 4096 bytes instead of 8192");

@@ -37,7 +37,7 @@ mod working_set;
 
 pub use device_state::DeviceState;
 pub use error::StateError;
-pub use memory_file::{Extent, SavedMemoryError, restore_memory, save_memory};
+pub use memory_file::{Extent, SavedMemoryError, open_page_map, restore_memory, save_memory};
 
 /// The version of the format. It changes when the meaning of the files changes.
 pub const FORMAT: u32 = 4;
@@ -51,6 +51,8 @@ const PROGRAM: &str = "/proc/self/exe";
 pub enum SaveError {
     #[error("save_to: cannot create {path}")]
     Create { path: PathBuf, source: io::Error },
+    #[error("save_to: cannot open /proc/self/pagemap")]
+    PageMap(#[source] io::Error),
     #[error("save_to: cannot identify {path}, from which the VM is started")]
     Part { path: PathBuf, source: io::Error },
     #[error("save_to: the virtio device {index} does not stop")]
@@ -141,6 +143,7 @@ struct Header {
 /// files.
 pub struct Saver {
     memory: File,
+    page_map: File,
     state: File,
     shape: Shape,
     /// The MSRs that KVM can read.
@@ -167,6 +170,7 @@ impl Saver {
             .map_err(|PartError { path, source }| SaveError::Part { path, source })?;
         Ok(Self {
             memory: create(dir.join(MEMORY_FILE))?,
+            page_map: open_page_map().map_err(SaveError::PageMap)?,
             state: create(dir.join(STATE_FILE))?,
             shape,
             msrs: vcpu_state::msr_indices(kvm).map_err(refused("list of MSRs"))?,
@@ -199,7 +203,7 @@ impl Saver {
             vcpus,
             devices,
             pci_address: vm.pci.map(PciBus::address),
-            memory: save_memory(vm.memory, &mut self.memory).map_err(written("memory"))?,
+            memory: save_memory(vm.memory, &mut self.memory, &self.page_map).map_err(written("memory"))?,
         };
         let mut file = BufWriter::new(self.state);
         serde_json::to_writer(&mut file, &state)
@@ -279,7 +283,7 @@ impl Saved {
         if saved.tsc_khz != here {
             return Err(RestoreError::Frequency { saved: saved.tsc_khz, here });
         }
-        Ok(saved.restore(vcpu)?)
+        Ok(saved.restore(vcpu, id == 0)?)
     }
 
     /// Restores the interrupt controllers and the clock. Call this after all vCPUs were restored.
@@ -360,7 +364,12 @@ mod tests {
                 vcpus: Vec::new(),
                 devices: Vec::new(),
                 pci_address: None,
-                memory: save_memory(&memory, &mut create(host.path(MEMORY_FILE)).unwrap()).unwrap(),
+                memory: save_memory(
+                    &memory,
+                    &mut create(host.path(MEMORY_FILE)).unwrap(),
+                    &open_page_map().unwrap(),
+                )
+                .unwrap(),
             };
             fs::write(host.path(STATE_FILE), serde_json::to_vec(&state).unwrap()).unwrap();
             host

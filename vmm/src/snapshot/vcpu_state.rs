@@ -80,9 +80,18 @@ impl VcpuState {
         }
     }
 
-    /// Writes the state to `vcpu`, a new vCPU.
+    /// A time stamp counter 10 seconds after the saved one. KVM ignores a value within a second of what the counter has,
+    /// which was 0 when the vCPU was created: it takes it for one that is to be synchronized. Since Linux 6.7 it does so
+    /// only after a first value was set. After this one it accepts the saved one.
+    fn distant_tsc(&self) -> Vec<kvm_msr_entry> {
+        let distance = 10 * 1000 * u64::from(self.tsc_khz);
+        let distant = |msr: &kvm_msr_entry| kvm_msr_entry { data: msr.data.wrapping_add(distance), ..*msr };
+        self.msrs.iter().filter(|msr| msr.index == TSC).map(distant).collect()
+    }
+
+    /// Writes the state to `vcpu`, a new vCPU. `is_first`: no other vCPU of the VM has its state yet.
     #[allow(unsafe_code)]
-    pub(super) fn restore(&self, vcpu: &VcpuFd) -> Result<(), StateError> {
+    pub(super) fn restore(&self, vcpu: &VcpuFd, is_first: bool) -> Result<(), StateError> {
         // The file may have been changed, so the saved table is reduced to the allowed features again.
         let cpuid = CpuId::from_entries(&cpuid::only_allowed(&self.cpuid))
             .map_err(|_| StateError::Many { what: "CPUID leaves" })?;
@@ -98,6 +107,9 @@ impl VcpuState {
         vcpu.set_debug_regs(&self.debug_regs).map_err(refused("debug registers"))?;
         vcpu.set_lapic(&self.lapic).map_err(refused("local APIC"))?;
         let (timer, others): (Vec<_>, Vec<_>) = self.msrs.iter().partition(|msr| msr.index == TSC_DEADLINE);
+        if is_first {
+            write_msrs(vcpu, &self.distant_tsc())?;
+        }
         write_msrs(vcpu, &others)?;
         write_msrs(vcpu, &timer)?;
         vcpu.set_vcpu_events(&self.events).map_err(refused("pending events"))
