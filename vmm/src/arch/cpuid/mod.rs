@@ -5,6 +5,8 @@
 
 mod allowed;
 
+use std::fs;
+
 use allowed::ALLOWED;
 use kvm_bindings::{CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, KVM_MAX_CPUID_ENTRIES, kvm_cpuid_entry2};
 use kvm_ioctls::Kvm;
@@ -26,7 +28,28 @@ pub enum CpuidError {
 /// The leaves that KVM supports on this host.
 pub fn supported(kvm: &Kvm) -> Result<Vec<kvm_cpuid_entry2>, CpuidError> {
     let supported = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).map_err(CpuidError::Supported)?;
-    Ok(supported.as_slice().to_vec())
+    let mut supported = supported.as_slice().to_vec();
+    if fs::read_to_string(CLOCK_SOURCES).is_ok_and(|sources| !has_stable_tsc(&sources)) {
+        hide_invariant_tsc(&mut supported);
+    }
+    Ok(supported)
+}
+
+/// The clock sources that the host can use.
+const CLOCK_SOURCES: &str = "/sys/devices/system/clocksource/clocksource0/available_clocksource";
+
+/// Linux leaves the time stamp counter out if it has found it unstable: processors count differently, or it stops.
+fn has_stable_tsc(clock_sources: &str) -> bool {
+    let is_tsc = |source: &str| matches!(source, "tsc" | "hyperv_clocksource_tsc_page");
+    clock_sources.split_whitespace().any(is_tsc)
+}
+
+/// KVM lists the bit by the model of the processor, even if the host has found the counter unstable. Without it a guest
+/// asks KVM's clock, which corrects the counter of each vCPU.
+fn hide_invariant_tsc(table: &mut [kvm_cpuid_entry2]) {
+    const INVARIANT_TSC: u32 = 1 << 8;
+    let power = table.iter_mut().filter(|entry| entry.function == 0x8000_0007);
+    power.for_each(|entry| entry.edx &= !INVARIANT_TSC);
 }
 
 /// The table of vCPU `id` of `count`.
@@ -203,6 +226,19 @@ impl Topology {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_counter_that_the_host_does_not_trust_is_not_shown_as_invariant() {
+        assert!(
+            has_stable_tsc("kvm-clock tsc acpi_pm \n")
+                && has_stable_tsc("hyperv_clocksource_tsc_page acpi_pm\n")
+        );
+        assert!(!has_stable_tsc("hpet acpi_pm \n"));
+        let mut table = [(0x8000_0007, 0x101), (0x8000_0008, 0x101)]
+            .map(|(function, edx)| kvm_cpuid_entry2 { edx, ..leaf(function, 0) });
+        hide_invariant_tsc(&mut table);
+        assert_eq!(table.map(|entry| entry.edx), [1, 0x101]);
+    }
 
     fn leaf(function: u32, index: u32) -> kvm_cpuid_entry2 {
         kvm_cpuid_entry2 { function, index, ..Default::default() }
