@@ -178,7 +178,7 @@ const DIFFERENCES: &[(&str, &str)] = &[
     (
         "changes of a file by a descriptor (fchmod(2), fchown(2), futimens(2), fsetxattr(2)) within 2 seconds after the \
          guest has looked its name up, if the host or another pod has renamed or removed it meanwhile: ESTALE. Reads, \
-         writes and fstat(2) work",
+         writes and fstat(2) work for the 4,096 files that were used last. Other open files give ESTALE",
         "the request names the file and not the descriptor ([files](architecture.md#files))",
     ),
     (
@@ -235,6 +235,16 @@ const DIFFERENCES: &[(&str, &str)] = &[
          refuses them. All files of an exclusive root have one `st_dev`; overlayfs has several if its layers are on \
          several file systems",
         "the guest sees one FUSE file system ([exclusive roots](architecture.md#files))",
+    ),
+    (
+        "open_by_handle_at(2) of a file that nobody has used for some time, or by a handle from before a restart of the \
+         pod (NFS servers in user space, such as NFS-Ganesha): ESTALE",
+        "not built yet: a handle names a file only as long as the guest knows it",
+    ),
+    (
+        "leases (F_SETLEASE of fcntl(2), `kernel oplocks` of Samba) of files in volumes, and in roots that are \
+         directories of the host: EINVAL",
+        "the host and other pods could open the file without breaking the lease",
     ),
     (
         "`chattr` on files of the host: refused (EPERM), also for a privileged container, are immutable, append-only and \
@@ -354,9 +364,10 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "0 would refuse what a host with more memory than the guest has allows",
     ),
     (
-        "`docker top`: not refused, but shows the VMM instead of the container's processes. `docker exec CONTAINER ps` \
-         shows them",
-        "docker looks for the processes on its host, and they are the guest's",
+        "`docker top`, `nerdctl top` and `ctr task ps`: not refused, but show one process of the host that stands for the \
+         container, such as the VMM. `ctr` shows it once for each process of the container. An exec of `ps` in the \
+         container shows those",
+        "the processes are the guest's, and their numbers are those of other processes on the host",
     ),
     (
         "the host's /sys/fs/cgroup mounted at the same place: not refused, but the container sees the cgroups of its VM",
@@ -368,11 +379,11 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "its files were in the memory of the VM",
     ),
     (
-        "a container whose root is a snapshot and that uses more than about 100,000 files of it: a file that is open, or \
-         that a running program has mapped, can be forgotten if 65,000 others were read since. Reads fail with ESTALE, \
-         a page that is not in memory with SIGBUS, and what a shared mapping has changed is lost",
-        "the file server keeps a limited number of files; such a root needs no request to open a file, so the server does \
-         not know which ones are open",
+        "a container that has more than about 100,000 files open, mapped or watched at once, in roots or in volumes: not \
+         refused, but one of them can be forgotten if many others were looked up since. Reads fail with ESTALE, a page \
+         that is not in memory with SIGBUS, and a watch by inotify is silent",
+        "the file server keeps a limited number of files. The guest drops those that nobody uses \
+         ([files](architecture.md#files))",
     ),
     (
         "an XDP program in native mode (`ip link set dev eth0 xdp ...`): EOPNOTSUPP. The generic mode works (`xdpgeneric`)",
@@ -388,6 +399,11 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "programs that still run when the host shuts down, without kubelet's graceful node shutdown: they have 20 s \
          from SIGTERM on; on runc as long as systemd waits, mostly 90 s",
         "the guest may take another minute to write back its disks before systemd kills everything",
+    ),
+    (
+        "a split lock (an atomic operation across two cache lines) on an Intel host with `split_lock_detect=fatal`: the \
+         whole pod ends. On runc only the program gets SIGBUS",
+        "the host's kernel kills the VMM for it",
     ),
     (
         "images of another architecture (`docker run --platform linux/arm64`) on a host that has registered an emulator \
