@@ -61,6 +61,9 @@ const ANYWHERE: &[&str] = &[
 ];
 /// Those in a volume on ext4.
 const IN_VOLUME: &[&str] = &[
+    // Others than the guest can open the file.
+    "lock: lease to read = EINVAL; 2",
+    "lock: lease, broken = opened",
     "write: RWF_NOWAIT, cached = ENOTSUP",
     "write: O_DIRECT, offset not aligned = 4096",
     "write: O_DIRECT, length not aligned = 100",
@@ -87,7 +90,11 @@ const IN_ROOT: &[&str] = &[
 ];
 /// Those in a root that somebody else has mounted. The host's directory does not say on which file system of the
 /// overlay a file is. The shim mounts a snapshot so that it does.
-const IN_DIRECTORY: &[&str] = &["list: inodes of files are those of stat = False"];
+const IN_DIRECTORY: &[&str] = &[
+    "list: inodes of files are those of stat = False",
+    "lock: lease to read = EINVAL; 2",
+    "lock: lease, broken = opened",
+];
 /// Those in a snapshot. All its files have one device number. The other lines are access times that do not change,
 /// because the guest answers from its caches.
 const IN_SNAPSHOT: &[&str] = &[
