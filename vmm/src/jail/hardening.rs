@@ -41,6 +41,7 @@ const OPEN_FILES: u64 = 1 << 16;
 /// - Only its own user can use the files and sockets that it makes before the guest runs.
 /// - Its number of open files is limited. The size of a file is not limited, because it writes the files of containers.
 /// - A write beyond RLIMIT_FSIZE, which the process may have inherited, fails instead of killing it.
+/// - SIGBUS ends it with a message. It is process 1 of its namespace, which Linux does not end by the default action.
 /// - Its threads allocate from one arena, so that none opens a file to free memory.
 /// - If the host's kernel supports core scheduling, no other process runs on the same core at the same time.
 ///
@@ -53,6 +54,7 @@ pub fn harden() -> Result<(), JailError> {
     setrlimit(Resource::RLIMIT_CORE, NO_CORE, NO_CORE).map_err(failed("RLIMIT_CORE"))?;
     limit_open_files().map_err(failed("RLIMIT_NOFILE"))?;
     ignore_file_size_signal().map_err(failed("SIGXFSZ"))?;
+    end_on_bus_error().map_err(failed("SIGBUS"))?;
     umask(Mode::S_IRWXG | Mode::S_IRWXO);
     use_one_arena().map_err(|source| JailError::Set { what: "M_ARENA_MAX", source })?;
     enable_core_scheduling().map_err(|source| JailError::Set { what: "PR_SCHED_CORE", source })
@@ -108,6 +110,23 @@ fn ignore_file_size_signal() -> nix::Result<()> {
     unsafe { signal(Signal::SIGXFSZ, SigHandler::SigIgn) }.map(drop)
 }
 
+/// What the process says when it gets SIGBUS.
+const BUS_ERROR: &str = "bulkhead-vmm: the host sends SIGBUS: an error of its memory, a file of the VM that was cut, or a split lock \
+                         while split_lock_detect is fatal\n";
+
+#[allow(unsafe_code)]
+fn end_on_bus_error() -> nix::Result<()> {
+    extern "C" fn end(_: libc::c_int) {
+        // SAFETY: both functions may be called in a signal handler (signal-safety(7)), and the text is static.
+        unsafe {
+            libc::write(libc::STDERR_FILENO, BUS_ERROR.as_ptr().cast(), BUS_ERROR.len());
+            libc::_exit(1);
+        }
+    }
+    // SAFETY: the handler does only what a handler may do.
+    unsafe { signal(Signal::SIGBUS, SigHandler::Handler(end)) }.map(drop)
+}
+
 #[allow(unsafe_code)]
 fn close_inherited() -> io::Result<()> {
     const FIRST: libc::c_uint = libc::STDERR_FILENO as libc::c_uint + 1;
@@ -124,14 +143,40 @@ fn close_inherited() -> io::Result<()> {
 mod tests {
     use std::{
         fs::{self, File},
-        os::unix::fs::{FileExt, PermissionsExt},
+        os::{
+            fd::AsRawFd,
+            unix::fs::{FileExt, PermissionsExt},
+        },
     };
 
     use nix::sys::resource::setrlimit;
     use rustix::{io::Errno, thread::core_scheduling_cookie};
 
-    use super::{CoreSchedulingScope, NO_CORE, OPEN_FILES, Resource, getpid, getrlimit, harden};
-    use crate::jail::testing::{End, drill};
+    use super::{BUS_ERROR, CoreSchedulingScope, NO_CORE, OPEN_FILES, Resource, getpid, getrlimit, harden};
+    use crate::jail::{
+        ThreadRole, enter_thread,
+        testing::{End, drill},
+    };
+
+    /// In a thread that may make only a few system calls.
+    #[test]
+    #[allow(unsafe_code)]
+    fn a_bus_error_ends_the_process_with_a_message() {
+        let body = || {
+            harden().unwrap();
+            let file = tempfile::tempfile().unwrap();
+            let (length, flags) = (4096, libc::MAP_SHARED);
+            // SAFETY: nothing else is mapped there, and the read is meant to fail: the file is empty.
+            unsafe {
+                let page =
+                    libc::mmap(std::ptr::null_mut(), length, libc::PROT_READ, flags, file.as_raw_fd(), 0);
+                assert!(page != libc::MAP_FAILED);
+                enter_thread(ThreadRole::Vcpu).unwrap();
+                page.cast::<u8>().read_volatile();
+            }
+        };
+        drill(body, |end| end.fails_with(BUS_ERROR));
+    }
 
     #[test]
     fn gains_nothing_and_leaves_no_core() {

@@ -96,6 +96,8 @@ pub(super) const EVERY_THREAD: &[Allowed] = &[
     // The end of a thread.
     any(libc::SYS_sigaltstack),
     any(libc::SYS_exit),
+    // The end of the process, which any thread may cause by SIGBUS.
+    any(libc::SYS_exit_group),
     // A panic: its message,
     when(libc::SYS_writev, &[is(0, libc::STDERR_FILENO as u64)]),
     // and abort(3).
@@ -139,8 +141,6 @@ const CONTROL: &[Allowed] = &[
     any(libc::SYS_clock_nanosleep),
     // Requests to the control socket, with which a file descriptor may come.
     any(libc::SYS_recvmsg),
-    // The end of the process.
-    any(libc::SYS_exit_group),
 ];
 
 /// Attaching a network device or a block device.

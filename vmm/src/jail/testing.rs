@@ -59,6 +59,12 @@ impl End {
         assert_eq!(self.output.status.signal(), Some(libc::SIGSYS), "{}", self.described());
     }
 
+    /// The process ended with status 1, and has written `text` to its standard error.
+    pub(crate) fn fails_with(self, text: &str) {
+        assert_eq!(self.output.status.code(), Some(1), "{}", self.described());
+        assert!(String::from_utf8_lossy(&self.output.stderr).contains(text), "{}", self.described());
+    }
+
     fn described(&self) -> String {
         let Output { status, stdout, stderr } = &self.output;
         let drill = &self.drill;
