@@ -24,15 +24,17 @@ pub(super) struct Report {
     path: PathBuf,
     directory: OwnedFd,
     name: OsString,
+    mode: Mode,
 }
 
 impl Report {
-    /// Removes a report of an earlier run, and finds out whether there can be one of this run.
-    pub(super) fn create(path: &Path) -> Result<Self, RunError> {
-        Self::begin(path).map_err(|source| RunError::Junit { path: path.into(), source })
+    /// Removes a report of an earlier run, and finds out whether there can be one of this run, for a user with this
+    /// umask.
+    pub(super) fn create(path: &Path, umask: Mode) -> Result<Self, RunError> {
+        Self::begin(path, umask).map_err(|source| RunError::Junit { path: path.into(), source })
     }
 
-    fn begin(path: &Path) -> io::Result<Self> {
+    fn begin(path: &Path, umask: Mode) -> io::Result<Self> {
         let name = path.file_name().ok_or(io::ErrorKind::InvalidFilename)?.to_owned();
         let directory = path.parent().filter(|parent| *parent != Path::new("")).unwrap_or(Path::new("."));
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
@@ -45,7 +47,7 @@ impl Report {
             }
             opened => opened?,
         };
-        let report = Self { path: path.into(), directory, name };
+        let report = Self { path: path.into(), directory, name, mode: Mode::from_raw_mode(0o644) - umask };
         let (_, temporary) = report.temporary()?;
         unlinkat(&report.directory, &temporary, AtFlags::empty())?;
         match unlinkat(&report.directory, &report.name, AtFlags::empty()) {
@@ -73,7 +75,7 @@ impl Report {
         let id = fs::read_to_string("/proc/sys/kernel/random/uuid")?;
         let name = format!(".bulkhead-{}", id.trim());
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let file = openat(&self.directory, &name, flags, Mode::from_raw_mode(0o644))?;
+        let file = openat(&self.directory, &name, flags, self.mode)?;
         Ok((file.into(), name))
     }
 }
@@ -149,6 +151,21 @@ mod tests {
         }
     }
 
+    fn create(path: &Path) -> Result<Report, RunError> {
+        Report::create(path, Mode::from_raw_mode(0o022))
+    }
+
+    #[test]
+    fn the_report_has_the_umask_of_its_user() {
+        use std::os::unix::fs::PermissionsExt;
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("results.xml");
+        for (umask, mode) in [(0o022, 0o100_644), (0o077, 0o100_600)] {
+            Report::create(&path, Mode::from_raw_mode(umask)).unwrap().write(&case()).unwrap();
+            assert_eq!(fs::metadata(&path).unwrap().permissions().mode(), mode);
+        }
+    }
+
     /// What is tested may be root in the directory of the report.
     #[test]
     fn the_report_is_written_through_no_link_and_into_nothing_that_is_there() {
@@ -158,7 +175,7 @@ mod tests {
         fs::write(&victim, "kept").unwrap();
         // Before the program, and while it runs.
         symlink(&victim, &path).unwrap();
-        let report = Report::create(&path).unwrap();
+        let report = create(&path).unwrap();
         assert!(!path.exists());
         symlink(&victim, &path).unwrap();
         report.write(&case()).unwrap();
@@ -166,14 +183,14 @@ mod tests {
         assert!(fs::read_to_string(&path).unwrap().contains("tests=\"1\""));
         // A pipe would keep whoever opens it waiting.
         fs::remove_file(&path).unwrap();
-        let report = Report::create(&path).unwrap();
+        let report = create(&path).unwrap();
         make_pipe(&path);
         report.write(&case()).unwrap();
         assert!(fs::symlink_metadata(&path).unwrap().is_file());
         assert_eq!(fs::read_to_string(&victim).unwrap(), "kept");
         // Nor through a link above it.
         symlink(dir.path(), dir.path().join("link")).unwrap();
-        let error = Report::create(&dir.path().join("link/results.xml")).unwrap_err();
+        let error = create(&dir.path().join("link/results.xml")).unwrap_err();
         assert!(bulkhead_host_shim::operator::chain(&error).contains("symbolic link"), "{error:?}");
         let left = fs::read_dir(dir.path()).unwrap().count();
         assert_eq!(left, 3, "victim, results.xml and link");
@@ -187,7 +204,7 @@ mod tests {
     fn a_report_that_cannot_be_written_is_named_before_the_program_runs() {
         let dir = tempfile::tempdir().unwrap();
         for path in [dir.path().join("missing/results.xml"), dir.path().to_owned(), "/".into()] {
-            assert!(matches!(Report::create(&path), Err(RunError::Junit { .. })), "{}", path.display());
+            assert!(matches!(create(&path), Err(RunError::Junit { .. })), "{}", path.display());
         }
     }
 

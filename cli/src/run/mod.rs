@@ -28,6 +28,7 @@ use std::{
 };
 
 use bulkhead_host_shim::operator::{CONFIG_PATH, Config, chain};
+use rustix::{fs::Mode, process::umask};
 use tokio::task::spawn_blocking;
 
 use self::{
@@ -58,12 +59,17 @@ pub(crate) use self::options::Options;
 /// How long a run waits at its end until leftovers of other runs are removed.
 const LEFTOVERS: Duration = Duration::from_secs(5);
 
+/// The umask of a run, as of containerd.
+const UMASK: Mode = Mode::from_raw_mode(0o022);
+
 /// Runs the program and returns its exit status, or 124 to 127.
 pub(crate) fn main(options: Options) -> ExitCode {
     let begun = Instant::now();
+    // What is made for the program is for all of its users. Only the report belongs to the user of this command.
+    let users = umask(UMASK);
     let options = Arc::new(options);
     let tail = Tail::default();
-    let report = options.junit.as_deref().map(Report::create).transpose();
+    let report = options.junit.as_deref().map(|path| Report::create(path, users)).transpose();
     let (report, result) = match report {
         Ok(report) => (report, execute(&options, begun, &tail)),
         Err(error) => (None, Err(error)),
@@ -161,7 +167,8 @@ async fn run_in(
     // An archive may be long, and come from a pipe.
     let unpacking = Progress::begin(&source.work(), Unit::Bytes);
     let count = unpacking.count().clone();
-    let root = limits.wait(in_thread(move || source.prepare(&layer, bytes, &count))).await??;
+    let hostname = directory.id().to_owned();
+    let root = limits.wait(in_thread(move || source.prepare(&layer, &hostname, bytes, &count))).await??;
     drop(unpacking);
     bundle::write(directory.path(), options, &program(directory, options, &root)?)?;
     let fifos = Fifos::make(directory.path(), true, options.tty)

@@ -11,6 +11,8 @@ use std::{
 };
 
 use containerd_shim_protos::api::Mount;
+use rustix::process::{getegid, geteuid};
+use tar::{Builder, Header};
 
 use crate::progress::{Count, CountedReader};
 use crate::run::{
@@ -19,6 +21,9 @@ use crate::run::{
     options::Options,
     unpack::{self, Kind, UnpackError},
 };
+
+/// Where programs look for names before they ask a resolver.
+const HOSTS: &str = "etc/hosts";
 
 /// How much longer an archive may be than the files in it: their headers.
 const HEADERS: u64 = 64 << 20;
@@ -76,13 +81,23 @@ impl Source {
         }
     }
 
-    /// Makes the root, of this size at most, in the directory of the run. Counts the bytes that it has read of an
-    /// archive or of an image. Blocks.
-    pub(super) fn prepare(self, layer: &Path, bytes: u64, count: &Count) -> Result<Root, RunError> {
+    /// Makes the root of the program on `hostname`, of this size at most, in the directory of the run. Counts the bytes
+    /// that it has read of an archive or of an image. Blocks.
+    pub(super) fn prepare(
+        self,
+        layer: &Path,
+        hostname: &str,
+        bytes: u64,
+        count: &Count,
+    ) -> Result<Root, RunError> {
         let upper = layer.join("upper");
         let failed = |source| RunError::Prepare { path: layer.into(), source };
         fs::create_dir(&upper).map_err(failed)?;
         let unpacked = |directory, settings| {
+            // A root without it has not even `localhost`. Many images have none: docker mounts one.
+            if let Err(error) = write_hosts(&directory, hostname) {
+                tracing::warn!(%error, "the program has no /etc/hosts of this run");
+            }
             // What is unpacked is the upper layer above nothing. The shim takes an overlay for a root that nobody else
             // changes, and its files then cost the guest fewer requests than those of a directory.
             let lower = layer.join("lower");
@@ -122,6 +137,26 @@ impl Source {
     }
 }
 
+/// Writes /etc/hosts to an unpacked root, in the place of what that has there, as docker shows its own. Nobody vouches
+/// for that root: the file comes as one more archive.
+fn write_hosts(root: &File, hostname: &str) -> Result<(), UnpackError> {
+    let text = hosts(hostname);
+    let mut header = Header::new_ustar();
+    header.set_size(text.len() as u64);
+    header.set_mode(0o644);
+    header.set_uid(geteuid().as_raw().into());
+    header.set_gid(getegid().as_raw().into());
+    header.set_mtime(0);
+    let mut archive = Builder::new(Vec::new());
+    archive.append_data(&mut header, HOSTS, text.as_bytes()).map_err(UnpackError::Read)?;
+    unpack::unpack(archive.into_inner().map_err(UnpackError::Read)?.as_slice(), root, Kind::Root)
+}
+
+/// The hosts(5) of a program whose network may be a loopback interface only.
+fn hosts(hostname: &str) -> String {
+    format!("127.0.0.1 localhost\n::1 localhost ip6-localhost ip6-loopback\n127.0.0.1 {hostname}\n")
+}
+
 /// The upper layer, which is in memory, over a directory.
 fn overlay(lower: &Path, layer: &Path) -> io::Result<Mount> {
     let (upper, work) = (layer.join("upper"), layer.join("work"));
@@ -137,6 +172,38 @@ fn overlay(lower: &Path, layer: &Path) -> io::Result<Mount> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_unpacked_root_has_the_names_of_its_own_host() {
+        use std::os::unix::fs::symlink;
+        let dir = tempfile::tempdir().unwrap();
+        let (root, outside) = (dir.path().join("root"), dir.path().join("outside"));
+        fs::create_dir(&root).unwrap();
+        let opened = File::open(&root).unwrap();
+        let written = |at: &str| {
+            write_hosts(&opened, "0123").unwrap();
+            let file = root.join(at);
+            let mode = fs::symlink_metadata(&file).unwrap().mode();
+            (fs::read_to_string(file).unwrap(), mode)
+        };
+        let expected = (hosts("0123"), 0o100_644);
+        assert!(expected.0.lines().any(|line| line == "127.0.0.1 0123"), "{expected:?}");
+        assert_eq!(written("etc/hosts"), expected);
+        assert_eq!(fs::metadata(root.join("etc")).unwrap().mode() & 0o7777, 0o755);
+        // Instead of that of the image, and never outside of the root.
+        fs::write(&outside, "not ours").unwrap();
+        fs::remove_file(root.join("etc/hosts")).unwrap();
+        symlink(&outside, root.join("etc/hosts")).unwrap();
+        assert_eq!(written("etc/hosts"), expected);
+        assert_eq!(fs::read_to_string(&outside).unwrap(), "not ours");
+        fs::rename(root.join("etc"), root.join("moved")).unwrap();
+        symlink("/moved", root.join("etc")).unwrap();
+        assert_eq!(written("moved/hosts"), expected);
+        // A root that has no place for it is used all the same.
+        fs::remove_file(root.join("etc")).unwrap();
+        fs::write(root.join("etc"), "").unwrap();
+        assert!(write_hosts(&opened, "0123").is_err());
+    }
 
     #[test]
     fn a_root_is_a_directory_that_an_overlay_can_name() {

@@ -4,6 +4,7 @@ mod ends;
 mod exec;
 mod nat;
 mod report;
+mod unpacked;
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -41,6 +42,7 @@ pub(super) const CASES: &[Case] = &[
     Case::bulkhead("tests_of_a_rust_project_run_as_on_the_host", rust_tests),
     Case::bulkhead("junit_has_the_result", junit),
     Case::bulkhead("an_image_runs_as_it_says_in_each_form", images),
+    Case::bulkhead("an_unpacked_root_serves_each_user_and_names_its_host", unpacked::serves_each_user),
     Case::bulkhead("a_bad_image_is_refused_by_name", bad_images),
     Case::bulkhead("twenty_at_once_leave_nothing", twenty_at_once),
     Case::bulkhead("the_commands_of_the_page_work", page),
