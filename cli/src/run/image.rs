@@ -6,7 +6,7 @@ use std::{
     collections::HashMap,
     fs::File,
     io::{self, Read, Seek, SeekFrom},
-    path::{Path, PathBuf},
+    path::{Component, Path, PathBuf},
     rc::Rc,
 };
 
@@ -244,6 +244,24 @@ fn blob_name(digest: &str) -> Result<String, ImageError> {
     }
 }
 
+/// The name in an archive to which a link in the directory `from` leads. None: out of the archive.
+fn target_of(from: Option<&Path>, target: &Path) -> Option<String> {
+    let mut path = from.map(Path::to_owned).unwrap_or_default();
+    for component in target.components() {
+        match component {
+            Component::Normal(name) => path.push(name),
+            Component::CurDir => {}
+            Component::ParentDir => {
+                if !path.pop() {
+                    return None;
+                }
+            }
+            Component::RootDir | Component::Prefix(_) => return None,
+        }
+    }
+    path.into_os_string().into_string().ok()
+}
+
 impl Blobs {
     fn open(path: &Path) -> Result<Self, ImageError> {
         let mut file = File::open(path).map_err(|error| match error.kind() {
@@ -262,18 +280,37 @@ impl Blobs {
             return Err(ImageError::NoImage);
         }
         file.seek(SeekFrom::Start(0)).map_err(ImageError::Open)?;
-        let mut files = HashMap::new();
+        let (mut files, mut links) = (HashMap::new(), Vec::new());
         let (headers, limit) = unpack::Headers::new(&file);
         for entry in Archive::new(headers).entries_with_seek().map_err(ImageError::Open)? {
             let entry = entry.map_err(ImageError::Open)?;
             limit.headers();
             let name = entry.path_bytes();
             // No file of an image has a longer name, and all of them are kept.
-            let is_kept = name.len() <= unpack::LONGEST_NAME && files.len() < MOST_FILES;
-            if is_kept && entry.header().entry_type() == EntryType::Regular {
-                let name = String::from_utf8_lossy(&name).trim_start_matches("./").to_owned();
-                files.insert(name, (entry.raw_file_position(), entry.size()));
+            let is_kept = name.len() <= unpack::LONGEST_NAME && files.len() + links.len() < MOST_FILES;
+            if !is_kept {
+                continue;
             }
+            let name = String::from_utf8_lossy(&name).trim_start_matches("./").to_owned();
+            let kind = entry.header().entry_type();
+            match entry.link_name_bytes().filter(|target| target.len() <= unpack::LONGEST_NAME) {
+                _ if kind == EntryType::Regular => {
+                    files.insert(name, (entry.raw_file_position(), entry.size()));
+                }
+                Some(target) if kind.is_symlink() || kind.is_hard_link() => {
+                    // The target of a hard link is a name in the archive.
+                    let from = if kind.is_symlink() { Path::new(&name).parent() } else { None };
+                    let to = target_of(from, Path::new(&*String::from_utf8_lossy(&target)));
+                    links.extend(to.map(|to| (name, to)));
+                }
+                _ => {}
+            }
+        }
+        // docker up to 24 saves a layer that is there already as a link to it. A link to a link is none of docker's.
+        let targets: Vec<_> =
+            links.into_iter().filter_map(|(name, to)| Some((name, *files.get(&to)?))).collect();
+        for (name, place) in targets {
+            files.entry(name).or_insert(place);
         }
         Ok(Self::Archive { path: path.into(), files })
     }

@@ -132,6 +132,38 @@ fn what_docker_saves_is_an_image() {
     assert!(error_of(&files).starts_with("it has 2 images"));
 }
 
+/// What docker up to 24 saves of an image with the same layer twice.
+fn saved_with_a_link(kind: EntryType, target: &str) -> Result<(Settings, String), String> {
+    let content = layer("file", "twice");
+    let diff_id = digest_of(&content);
+    let config = json!({ "rootfs": { "diff_ids": [diff_id, diff_id] } }).to_string();
+    let saved = json!([{ "Config": "config.json", "Layers": ["0/layer.tar", "1/layer.tar"] }]).to_string();
+    let mut tar = Builder::new(Vec::new());
+    let mut header = Header::new_gnu();
+    header.set_entry_type(kind);
+    header.set_size(0);
+    tar.append_link(&mut header, "1/layer.tar", target).unwrap();
+    let link = tar.get_ref().clone();
+    let files = [("config.json", config.into()), ("manifest.json", saved.into()), ("0/layer.tar", content)];
+    let dir = tempfile::tempdir().unwrap();
+    let archive = dir.path().join("image.tar");
+    fs::write(&archive, [link, tar_of(&files.map(|(name, content)| (name.into(), content)))].concat())
+        .unwrap();
+    unpacked(&archive)
+}
+
+#[test]
+fn a_layer_that_is_a_link_to_another_is_that_one() {
+    let expected = Ok((Settings::default(), "twice".to_owned()));
+    assert_eq!(saved_with_a_link(EntryType::Symlink, "../0/layer.tar"), expected);
+    assert_eq!(saved_with_a_link(EntryType::Link, "0/layer.tar"), expected);
+    // Nowhere else, and not in a circle.
+    for target in ["../../0/layer.tar", "/0/layer.tar", "/etc/passwd", "layer.tar", "../1/layer.tar", ".."] {
+        let error = saved_with_a_link(EntryType::Symlink, target).unwrap_err();
+        assert_eq!(error, "1/layer.tar is not in it", "{target}");
+    }
+}
+
 #[test]
 fn the_image_for_this_platform_is_taken() {
     let mut files = Files::new();
