@@ -24,6 +24,34 @@ const DRAIN: Duration = Duration::from_millis(if cfg!(test) { 200 } else { 10_00
 /// The most of a program's output that is in the pipes and buffers between it and this command when it has ended.
 const BUFFERED: u64 = if cfg!(test) { 64 } else { 1 << 20 };
 
+/// Signals within this time after the first one come from the same event: timeout(1) signals its child and then the
+/// group of it, and systemd can send SIGHUP right after SIGTERM. None of them is the second one that kills.
+const TOGETHER: Duration = Duration::from_secs(1);
+
+/// The signals that were passed on.
+#[derive(Debug, Default)]
+struct Passed {
+    first: Option<Instant>,
+    last: Option<i32>,
+}
+
+impl Passed {
+    /// What the program gets of a signal that comes `now`. None: nothing, because it has just got the same one. A
+    /// program may take that for the wish to end at once.
+    fn pass(&mut self, signal: i32, now: Instant) -> Option<i32> {
+        if self.first.is_some() && !self.is_with_first(now) {
+            return Some(SIGKILL);
+        }
+        self.first.get_or_insert(now);
+        (self.last.replace(signal) != Some(signal)).then_some(signal)
+    }
+
+    /// Whether a signal that comes `now` belongs to the first one.
+    fn is_with_first(&self, now: Instant) -> bool {
+        self.first.is_some_and(|first| now.saturating_duration_since(first) < TOGETHER)
+    }
+}
+
 /// How a process has ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Ended {
@@ -37,7 +65,7 @@ pub(crate) struct Ended {
 pub(crate) enum Ending {
     /// Nothing but itself, as far as is known.
     Running,
-    /// A signal was passed on to it. The next one kills it.
+    /// A signal was passed on to it.
     Signalled,
     /// It was killed, because the time of --timeout is over.
     TimedOut,
@@ -82,14 +110,18 @@ pub(crate) async fn follow(
         }
     });
     let (mut ending, mut give_up, mut written) = (Ending::Running, None, Ok(()));
+    let mut passed = Passed::default();
     let mut exited = pin!(process.wait());
     let status = loop {
         tokio::select! {
             status = &mut exited => break Some(status?),
             signal = signals.next() => {
-                let signal = if ending == Ending::Running { signal } else { SIGKILL };
+                let is_killed = ending == Ending::TimedOut;
+                let signal = if is_killed { Some(SIGKILL) } else { passed.pass(signal, Instant::now()) };
                 ending = ending.after_signal();
-                give_up = kill(process, signal).await.or(give_up);
+                if let Some(signal) = signal {
+                    give_up = kill(process, signal).await.or(give_up);
+                }
             }
             () = at(deadline), if ending != Ending::TimedOut => {
                 ending = Ending::TimedOut;
@@ -110,7 +142,15 @@ pub(crate) async fn follow(
     };
     // A reader that takes no more does not keep what has an end.
     let until = deadline.map(|deadline| deadline.max(Instant::now() + DRAIN));
-    let drained = outputs.drain(DRAIN, BUFFERED, signals.next(), at(until)).await;
+    let cancelled = async {
+        loop {
+            signals.next().await;
+            if !passed.is_with_first(Instant::now()) {
+                break;
+            }
+        }
+    };
+    let drained = outputs.drain(DRAIN, BUFFERED, cancelled, at(until)).await;
     match written.and(drained) {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(ProcessError::Output(error)),
         _ => Ok(Ended { status, ending }),
@@ -136,5 +176,27 @@ async fn resize(process: &Process) {
     if let Some(size) = terminal::size() {
         // The program may have ended.
         _ = process.resize(size).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SIGHUP: i32 = 1;
+    const SIGTERM: i32 = 15;
+
+    #[test]
+    fn signals_of_one_event_are_not_a_second_one() {
+        let begun = Instant::now();
+        let mut passed = Passed::default();
+        assert!(!passed.is_with_first(begun));
+        assert_eq!(passed.pass(SIGTERM, begun), Some(SIGTERM));
+        // The program gets each of them once, as those of a process on the host that are pending.
+        assert_eq!(passed.pass(SIGTERM, begun), None);
+        assert_eq!(passed.pass(SIGHUP, begun + TOGETHER / 2), Some(SIGHUP));
+        assert!(passed.is_with_first(begun + TOGETHER / 2) && !passed.is_with_first(begun + TOGETHER));
+        assert_eq!(passed.pass(SIGTERM, begun + TOGETHER), Some(SIGKILL));
+        assert_eq!(passed.pass(SIGHUP, begun + TOGETHER * 9), Some(SIGKILL));
     }
 }

@@ -8,6 +8,7 @@ mod unpacked;
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::{Signal, kill};
@@ -188,6 +189,9 @@ fn signals(host: &Host) -> Result<()> {
         let interrupt = || Cmd::new("kill").args(["-INT", &running.pid().to_string()]).run();
         interrupt()?.succeeds()?;
         running.wait_for("no\n")?;
+        // One that may come from the same event does not count.
+        interrupt()?.succeeds()?;
+        std::thread::sleep(Duration::from_millis(1500));
         interrupt()?.succeeds()?;
         running.finish()?.exits(137)?;
         Ok(())
