@@ -5,6 +5,7 @@ pub(crate) mod attached;
 pub(crate) mod client;
 pub(crate) mod environment;
 mod error;
+pub(crate) mod inherited;
 pub(crate) mod locked_directory;
 pub(crate) mod regular_file;
 pub(crate) mod signals;

@@ -46,7 +46,7 @@ use self::{
 use crate::process::{
     FAILED, ProcessError,
     attached::{self, Ended, Ending},
-    runtime,
+    inherited, runtime,
     signals::{KILLED, Signals},
     streams::{Fifos, Tail},
     terminal,
@@ -67,6 +67,9 @@ pub(crate) fn main(options: Options) -> ExitCode {
     let begun = Instant::now();
     // What is made for the program is for all of its users. Only the report belongs to the user of this command.
     let users = umask(UMASK);
+    if let Err(error) = inherited::keep_to_oneself() {
+        tracing::warn!(%error, "the shim has what this command has inherited, such as a lock");
+    }
     let options = Arc::new(options);
     let tail = Tail::default();
     let report = options.junit.as_deref().map(|path| Report::create(path, users)).transpose();

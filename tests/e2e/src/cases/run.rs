@@ -32,6 +32,7 @@ pub(super) const CASES: &[Case] = &[
     Case::bulkhead("a_limit_of_memory_is_kept_and_named", memory),
     Case::bulkhead("a_timeout_kills_the_program_and_no_reader_of_its_output_delays_it", ends::timeout),
     Case::bulkhead("keys_of_a_terminal_end_a_run_in_order_whose_shim_hangs", ends::keys),
+    Case::bulkhead("a_killed_command_keeps_no_lock_that_it_inherited", ends::lock),
     Case::bulkhead("a_signal_is_passed_on_and_a_second_one_kills", signals),
     Case::bulkhead("a_reader_that_goes_away_ends_the_program", reader_goes_away),
     Case::bulkhead("a_terminal_is_the_programs", terminal),

@@ -98,6 +98,27 @@ pub(super) fn keys(host: &Host) -> Result<()> {
     })
 }
 
+/// What the command has inherited is not its shim's, which goes on after it was killed: a lock is free.
+pub(super) fn lock(host: &Host) -> Result<()> {
+    let root = Root::mount(host)?;
+    let directory = scratch()?;
+    let file = directory.path().join("lock");
+    let line = "exec 9>\"$1\"; flock 9; exec bulkhead run --rootfs \"$2\" sh -c 'echo ready; sleep 1000'";
+    let words = ["-c", line, "bash", &file.display().to_string(), &root.path().display().to_string()];
+    host.leaves_nothing(|| {
+        let running = Cmd::new("bash").args(words).limit(host.patience(COMMAND)).start()?;
+        running.wait_for("ready\n")?;
+        let is_locked = || Ok::<_, anyhow::Error>(fs::File::open(&file)?.try_lock().is_err());
+        ensure!(is_locked()?, "expected  a lock\ncame      none");
+        // Dropping it kills it.
+        drop(running);
+        let vms = fs::read_dir("/run/bulkhead-run")?.count();
+        ensure!(vms == 1 && !is_locked()?, "expected  a VM and no lock\ncame      {vms} VMs, or a lock");
+        Cmd::new("bulkhead").args(["gc"]).run()?.succeeds()?;
+        Ok(())
+    })
+}
+
 fn is_in(host: &Host, file: &Path, state: &str) -> Result<()> {
     let limit = host.patience(Duration::from_secs(20));
     wait_until(&format!("the shim is {state}"), limit, || {
