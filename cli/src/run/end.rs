@@ -16,12 +16,18 @@ pub(super) enum End {
     TimedOut {
         after: Duration,
     },
+    /// It was killed while it was being started: nobody knows whether it has run.
+    Unknown {
+        status: u8,
+        /// The time of --timeout. None: a signal has ended it.
+        after: Option<Duration>,
+    },
 }
 
 impl End {
     pub(super) fn status(self) -> u8 {
         match self {
-            Self::Exited { status, .. } => status,
+            Self::Exited { status, .. } | Self::Unknown { status, .. } => status,
             Self::TimedOut { .. } => TIMED_OUT,
         }
     }
@@ -35,6 +41,14 @@ impl End {
             }
             Self::Exited { status, is_oom: false } => format!("exit status {status}"),
             Self::TimedOut { after } => format!("it was killed after {after:?} (--timeout)"),
+            Self::Unknown { after: Some(after), .. } => {
+                format!(
+                    "it was killed after {after:?} (--timeout) while it was being started; it may have run"
+                )
+            }
+            Self::Unknown { after: None, .. } => {
+                "it was killed after a signal while it was being started; it may have run".into()
+            }
         }
     }
 }

@@ -6,7 +6,11 @@ use bulkhead_host_shim::operator::ConfigError;
 
 use crate::{
     process::{FAILED, ProcessError},
-    run::{end::TIMED_OUT, image::ImageError, unpack::UnpackError},
+    run::{
+        end::{End, TIMED_OUT},
+        image::ImageError,
+        unpack::UnpackError,
+    },
 };
 
 /// Why `bulkhead run` has failed before, or instead of, the program.
@@ -67,6 +71,16 @@ pub(crate) enum RunError {
 }
 
 impl RunError {
+    /// How the program has ended if this error came after the request to start it, which may have been fulfilled.
+    pub(super) fn as_end(&self) -> Option<End> {
+        let after = match self {
+            Self::Late { after } => Some(*after),
+            Self::Process(ProcessError::Interrupted { .. }) => None,
+            _ => return None,
+        };
+        Some(End::Unknown { status: self.status(), after })
+    }
+
     /// The exit status: 126 or 127 if there is no such program, as of a shell, and 124 if it was too late for it.
     pub(super) fn status(&self) -> u8 {
         match self {
@@ -74,5 +88,26 @@ impl RunError {
             Self::Late { .. } => TIMED_OUT,
             _ => FAILED,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_killed_while_it_starts_may_have_run() {
+        let after = Duration::from_secs(2);
+        for (error, status, part) in [
+            (RunError::Late { after }, 124, "after 2s (--timeout)"),
+            (ProcessError::Interrupted { status: 130 }.into(), 130, "after a signal"),
+        ] {
+            let end = error.as_end().unwrap();
+            let message = end.message();
+            assert_eq!((end.status(), error.status()), (status, status));
+            assert!(message.contains(part) && message.ends_with("it may have run"), "{message}");
+        }
+        let missing = ProcessError::NoProgram { message: String::new(), status: 127 };
+        assert_eq!(RunError::from(missing).as_end(), None);
     }
 }

@@ -232,6 +232,8 @@ mod tests {
         assert!(failed.contains("failures=\"1\" errors=\"0\""), "{failed}");
         let late = xml(Ok(End::TimedOut { after: Duration::from_secs(2) }));
         assert!(late.contains("<failure message=\"it was killed after 2s (--timeout)\">"), "{late}");
+        let unknown = xml(Ok(End::Unknown { status: 124, after: Some(Duration::from_secs(2)) }));
+        assert!(unknown.contains("<failure message=") && unknown.contains("it may have run"), "{unknown}");
         let error = xml(Err("no \"KVM\"".into()));
         assert!(error.contains("<error message=\"no &quot;KVM&quot;\"/>"), "{error}");
         assert!(error.contains("failures=\"0\" errors=\"1\""), "{error}");

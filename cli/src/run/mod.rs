@@ -178,6 +178,7 @@ async fn run_in(
         .map_err(|source| RunError::Prepare { path: directory.path().into(), source })?;
     let starting = Progress::begin("starting the microVM", Unit::Items);
     let shim = start(directory, config.as_deref(), limits).await?;
+    let mut is_sent = false;
     let ended = async {
         let turn = limits.wait(Turn::take(directory.path())).await?;
         let vmm = limits.wait(shim.create(directory.path(), root.mount, &fifos)).await??;
@@ -187,6 +188,7 @@ async fn run_in(
         }
         // From here on, the terminal belongs to the program.
         drop(starting);
+        is_sent = true;
         limits.wait(shim.process().start()).await??;
         follow(&shim, fifos, tail, limits).await
     };
@@ -195,7 +197,8 @@ async fn run_in(
         Err(error) => {
             // It may have no container, and then `delete` does not know it. An error: it has ended.
             _ = shim.shut_down().await;
-            return Err(error);
+            let end = if is_sent { error.as_end() } else { None };
+            return end.ok_or(error);
         }
     };
     match shim.end().await {
