@@ -124,11 +124,11 @@ pub(super) enum Removal {
     Changed,
 }
 
-/// Removes a file if it has this text.
-pub(super) fn remove(path: &Path, text: &str) -> io::Result<Removal> {
+/// Removes a file if this is so of its text.
+pub(super) fn remove(path: &Path, is_own: impl FnOnce(&str) -> bool) -> io::Result<Removal> {
     match read(path)? {
         None => Ok(Removal::Absent),
-        Some(found) if found == text => fs::remove_file(path).map(|()| Removal::Removed),
+        Some(found) if is_own(&found) => fs::remove_file(path).map(|()| Removal::Removed),
         Some(_) => Ok(Removal::Changed),
     }
 }
@@ -215,9 +215,9 @@ mod tests {
         });
         assert!(refused.is_err());
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
-        assert_eq!(remove(&path, "new").unwrap(), Removal::Changed);
-        assert_eq!(remove(&path, "old").unwrap(), Removal::Removed);
-        assert_eq!(remove(&path, "old").unwrap(), Removal::Absent);
+        assert_eq!(remove(&path, |text| text == "new").unwrap(), Removal::Changed);
+        assert_eq!(remove(&path, |text| text == "old").unwrap(), Removal::Removed);
+        assert_eq!(remove(&path, |text| text == "old").unwrap(), Removal::Absent);
     }
 
     #[test]

@@ -6,6 +6,7 @@ mod files;
 pub(crate) mod lock;
 mod metrics;
 mod options;
+mod own_files;
 mod restart;
 mod steps;
 mod uninstall;
@@ -30,7 +31,8 @@ use crate::{
         block::{Change, Version},
         files::WriteError,
         lock::{Lock, OF_INSTALL},
-        options::{KEPT_PROGRAM, OWN_FILES},
+        options::{KEPT_PROGRAM, MANIFEST, OWN_FILES},
+        own_files::Record,
         restart::{Restart, finish},
         steps::{AS_IT_WAS, Steps, check_unchanged, kept, read, remove, say, say_lost, write, write_over},
     },
@@ -49,6 +51,7 @@ fn install_within(out: &mut impl Write, options: &Options, within: Duration) -> 
     options.check_containerd(&containerd)?;
     options.check_only(&containerd)?;
     let is_changed = configure(out, options, &containerd)?;
+    let (record, mut written) = (Record::read(options)?, Vec::new());
     for (name, text) in OWN_FILES {
         let own = options.at(name);
         match read(&own)? {
@@ -57,9 +60,19 @@ fn install_within(out: &mut impl Write, options: &Options, within: Duration) -> 
                 say(out, &format!("wrote {}", own.display()))?;
             }
             Some(found) if found == text => say(out, &format!("kept {}", own.display()))?,
-            Some(_) => say(out, &kept(&own))?,
+            Some(found) if record.has(name, &found) => {
+                write_over(&own, Some(&found), text)?;
+                say(out, &format!("wrote {}: it was that of another version", own.display()))?;
+            }
+            Some(_) => {
+                say(out, &kept(&own))?;
+                continue;
+            }
         }
+        written.push((name, text));
     }
+    record.update(options, &written)?;
+    let has_manifest = written.iter().any(|(name, _)| *name == MANIFEST);
     if !is_changed {
         say(out, AS_IT_WAS)?;
     }
@@ -69,7 +82,12 @@ fn install_within(out: &mut impl Write, options: &Options, within: Duration) -> 
     steps.take(|_| remove_kept_program(&options.at(KEPT_PROGRAM)));
     steps.take(|out| finish(out, options, &containerd, &Restart { is_changed, also_if_down: true }));
     steps.end()?;
-    say(out, "for Kubernetes: kubectl apply -f /etc/bulkhead/runtimeclass.yaml")?;
+    say(out, &format!("for Kubernetes: kubectl apply -f {MANIFEST}"))?;
+    if !has_manifest {
+        let advice =
+            "that is not the manifest of this version; to have it, move the file away and install again";
+        say(out, advice)?;
+    }
     // The containerd of an image is not asked, and its network comes with the node.
     if options.root.is_some() {
         let path = options.at(&containerd.config);

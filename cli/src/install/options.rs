@@ -34,8 +34,14 @@ pub(super) const KEPT_PROGRAM: &str = "/var/lib/bulkhead-uninstall";
 pub(super) const OWN_DIRECTORY: &str = "/etc/bulkhead";
 pub(super) const OWN_FILES: [(&str, &str); 2] = [
     ("/etc/bulkhead/config.toml", include_str!("../../../contrib/bulkhead/config.toml")),
-    ("/etc/bulkhead/runtimeclass.yaml", include_str!("../../../contrib/kubernetes/runtimeclass.yaml")),
+    (MANIFEST, include_str!("../../../contrib/kubernetes/runtimeclass.yaml")),
 ];
+
+/// The one for Kubernetes.
+pub(super) const MANIFEST: &str = "/etc/bulkhead/runtimeclass.yaml";
+
+/// The digests of these files.
+pub(super) const OWN_RECORD: &str = "/etc/bulkhead/installed-files";
 
 #[derive(Debug, Args)]
 pub(crate) struct Options {
@@ -155,7 +161,7 @@ impl Options {
             metrics::directory(self.root.as_deref()),
             self.at(lock::DIRECTORY),
         ];
-        let of_archive = [ARCHIVE_FILES, ARCHIVE_RECORD].map(|path| self.at(path));
+        let of_archive = [ARCHIVE_FILES, ARCHIVE_RECORD, OWN_RECORD].map(|path| self.at(path));
         self.check_inside(own.into_iter().chain(others).chain(of_archive))
     }
 

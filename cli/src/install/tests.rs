@@ -133,6 +133,41 @@ fn what_the_operator_has_changed_is_kept() {
 }
 
 #[test]
+fn a_file_of_another_version_that_nobody_has_edited_is_replaced() {
+    use sha2::{Digest, Sha256};
+    let dir = tempfile::tempdir().unwrap();
+    let at = |path: &str| dir.path().join(path.trim_start_matches('/'));
+    fs::create_dir_all(at("etc/containerd")).unwrap();
+    fs::write(at("etc/containerd/config.toml"), "version = 2\n").unwrap();
+    let before = tree(dir.path());
+    install(&mut Vec::new(), &options(dir.path())).unwrap();
+    let installed = tree(dir.path());
+    let older = || {
+        let lines = OWN_FILES.map(|(name, _)| format!("{:x}  {name}\n", Sha256::digest("# older\n")));
+        fs::write(at("etc/bulkhead/installed-files"), lines.concat()).unwrap();
+        OWN_FILES.iter().for_each(|(name, _)| fs::write(at(name), "# older\n").unwrap());
+    };
+    older();
+    let upgraded = said(|out| install(out, &options(dir.path())));
+    assert!(upgraded.contains("runtimeclass.yaml: it was that of another version"), "{upgraded}");
+    assert!(!upgraded.contains("not the manifest of this version"), "{upgraded}");
+    assert_eq!(tree(dir.path()), installed);
+    // One that was edited stays, and is named.
+    older();
+    fs::write(at(MANIFEST), "# edited\n").unwrap();
+    let again = said(|out| install(out, &options(dir.path())));
+    assert!(again.contains("not the manifest of this version"), "{again}");
+    assert_eq!(fs::read_to_string(at(MANIFEST)).unwrap(), "# edited\n");
+    // Undone, it is known again. A removal knows it too.
+    fs::write(at(MANIFEST), "# older\n").unwrap();
+    install(&mut Vec::new(), &options(dir.path())).unwrap();
+    assert_eq!(fs::read_to_string(at(MANIFEST)).unwrap(), installed[&at(MANIFEST)]);
+    older();
+    uninstall(&mut Vec::new(), &options(dir.path())).unwrap();
+    assert_eq!(tree(dir.path()), before);
+}
+
+#[test]
 fn a_configuration_that_is_named_must_exist() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("new/config.toml");
@@ -289,7 +324,7 @@ fn k3s_and_rke2_keep_what_they_generate() {
             assert!(first.contains(unit), "{first}");
             assert!(fs::read_to_string(at(written)).unwrap().contains(RUNTIME), "{first}");
             let added = tree(dir.path()).len() - before.len();
-            assert_eq!(added, 1 + OWN_FILES.len(), "{:?}", tree(dir.path()));
+            assert_eq!(added, 2 + OWN_FILES.len(), "{:?}", tree(dir.path()));
             let second = said(|out| install(out, &options(dir.path())));
             assert!(second.contains("as it was") && !second.contains("wrote"), "{second}");
             let removed = said(|out| uninstall(out, &options(dir.path())));

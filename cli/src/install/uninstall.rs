@@ -13,7 +13,8 @@ use crate::{
         files::{self, Removal},
         lock::{Lock, OF_UNINSTALL},
         metrics,
-        options::{ARCHIVE_RECORD, OWN_DIRECTORY, OWN_FILES, Options},
+        options::{ARCHIVE_RECORD, OWN_DIRECTORY, OWN_FILES, OWN_RECORD, Options},
+        own_files::{self, Record},
         restart::{Restart, finish},
         steps::{AS_IT_WAS, REMOVED_BESIDE, Steps, kept, read, remove, say, say_lost, write_over},
     },
@@ -74,11 +75,14 @@ pub(super) fn uninstall_within(
         steps.take(|_| check_without_handlers(options, &path));
     }
     let is_removed = steps.errors.is_empty();
+    let of_files = steps.take(|_| Record::read(options));
     for (name, text) in OWN_FILES {
-        steps.take(|out| remove_own(out, &options.at(name), text));
+        let is_own = |found: &str| found == text || of_files.has(name, found);
+        steps.take(|out| remove_own(out, &options.at(name), is_own));
     }
+    steps.take(|_| own_files::forget(options));
     steps.take(|out| archive_files::forget(out, options));
-    for name in OWN_FILES.map(|(name, _)| name).into_iter().chain([RECORD, ARCHIVE_RECORD]) {
+    for name in OWN_FILES.map(|(name, _)| name).into_iter().chain([RECORD, ARCHIVE_RECORD, OWN_RECORD]) {
         steps.take(|_| remove_unfinished(&options.at(name)));
     }
     // Another try must find the handlers that are still there.
@@ -142,9 +146,13 @@ fn remove_unfinished(path: &Path) -> Result<(), CommandError> {
     files::remove_unfinished(path).map_err(|source| CommandError::Remove { path: path.into(), source })
 }
 
-/// Removes a file that `bulkhead install` has written with this text.
-fn remove_own(out: &mut impl Write, path: &Path, text: &str) -> Result<(), CommandError> {
-    let removed = files::remove(path, text);
+/// Removes a file that `bulkhead install` has written, and nobody has edited.
+fn remove_own(
+    out: &mut impl Write,
+    path: &Path,
+    is_own: impl FnOnce(&str) -> bool,
+) -> Result<(), CommandError> {
+    let removed = files::remove(path, is_own);
     match removed.map_err(|source| CommandError::Remove { path: path.into(), source })? {
         Removal::Absent => Ok(()),
         Removal::Removed => say(out, &format!("removed {}", path.display())),
