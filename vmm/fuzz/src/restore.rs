@@ -15,7 +15,7 @@ use bulkhead_vmm::{
     GuestMemory,
     memory::{Size, allocate},
     one_line,
-    snapshot::{DeviceState, FORMAT, Saved, save_memory},
+    snapshot::{DeviceState, FORMAT, Saved, open_page_map, save_memory},
     virtio::{pci::PciTransport, rng::Rng},
 };
 use bulkhead_vmm_api::{API_VERSION, MEMORY_FILE, STATE_FILE, Shape, Transport, VmConfig};
@@ -111,7 +111,7 @@ fn save(
     pci_address: Option<u32>,
 ) -> Result<Files> {
     let mut file = tempfile::NamedTempFile::new()?;
-    let extents = save_memory(memory, file.as_file_mut())?;
+    let extents = save_memory(memory, file.as_file_mut(), &open_page_map()?)?;
     let vcpu = json!({
         "cpuid": [], "tsc_khz": 1, "mp_state": kvm_mp_state::default(), "regs": kvm_regs::default(),
         "sregs": kvm_sregs::default(), "xsave": kvm_xsave::default(), "xcrs": kvm_xcrs::default(),
