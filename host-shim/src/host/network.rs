@@ -16,6 +16,7 @@ mod redirect;
 mod replies;
 mod routing;
 mod scan;
+mod unsuitable;
 mod watch;
 
 use std::{
@@ -96,6 +97,21 @@ pub(crate) enum NetworkError {
     CardsLost { name: String, lost: usize },
     #[error("interface {name} is not an Ethernet interface; only Ethernet is supported")]
     NoEthernet { name: String },
+    #[error(
+        "interface {name} has no Ethernet address, which a network card needs; give the pod a veth, or a netkit of \
+         layer 2 (of Cilium: bpf.datapathMode=netkit-l2)"
+    )]
+    NoAddress { name: String },
+    #[error(
+        "interface {name} is an ipvlan in mode l3s, whose packets pass by what connects it with a microVM; use mode \
+         l2 or l3"
+    )]
+    L3s { name: String },
+    #[error(
+        "interface {name} is stacked on {lower} of the same network namespace, where its packets go to the guest \
+         before they reach {name}; make {name} in a container of the pod, or outside of this namespace"
+    )]
+    Stacked { name: String, lower: String },
     #[error("interface {interface}: route {route}: {what} is not implemented")]
     Route { interface: String, route: String, what: String },
     #[error("the pod's network namespace: rule {rule}: {what} is not implemented")]

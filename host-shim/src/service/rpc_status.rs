@@ -50,6 +50,9 @@ fn code(error: &TaskError) -> Code {
             | NetworkError::TooMany { .. }
             | NetworkError::TooLong { .. }
             | NetworkError::NoEthernet { .. }
+            | NetworkError::NoAddress { .. }
+            | NetworkError::L3s { .. }
+            | NetworkError::Stacked { .. }
             | NetworkError::Rule { .. }
             | NetworkError::Route { .. },
         )

@@ -114,7 +114,7 @@ pub(super) fn pass_multicast(netns: &File, index: u32) -> Result<Option<OwnedFd>
     })
 }
 
-fn info(link: &LinkMessage) -> impl Iterator<Item = &LinkInfo> {
+pub(super) fn info(link: &LinkMessage) -> impl Iterator<Item = &LinkInfo> {
     let info = link.attributes.iter().filter_map(|attribute| match attribute {
         LinkAttribute::LinkInfo(info) => Some(info),
         _ => None,

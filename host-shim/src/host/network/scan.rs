@@ -14,7 +14,7 @@ use rtnetlink::{
     packet_route::{
         AddressFamily,
         address::{AddressAttribute, AddressFlags, AddressHeaderFlags, AddressMessage, AddressScope},
-        link::{LinkAttribute, LinkFlags, LinkLayerType, LinkMessage},
+        link::{LinkAttribute, LinkFlags, LinkMessage},
         neighbour::{NeighbourAddress, NeighbourAttribute, NeighbourMessage, NeighbourState},
         route::{
             RouteAddress, RouteAttribute, RouteFlags, RouteHeader, RouteMessage, RouteProtocol, RouteScope,
@@ -29,6 +29,7 @@ use super::{
     FirstScan, Found, MOST, NetworkError, OfInterface, Parameters, Scan, failed, is_tap, name_server, netns,
     refused, routing,
     routing::{MOST_ROUTES, Routing},
+    unsuitable,
     watch::Watch,
 };
 
@@ -65,8 +66,8 @@ async fn links(handle: &Handle) -> Result<Vec<LinkMessage>, NetworkError> {
     handle.link().get().execute().try_collect().await.map_err(refused("reading its interfaces"))
 }
 
-async fn read(handle: &Handle, links: Vec<LinkMessage>) -> Result<Scan, NetworkError> {
-    let links = of_the_pod(links)?;
+async fn read(handle: &Handle, all: Vec<LinkMessage>) -> Result<Scan, NetworkError> {
+    let links = of_the_pod(&all)?;
     let has_name_server = name_server::listens_here().map_err(failed("reading its sockets"))?;
     if links.is_empty() {
         return Ok(Scan { interfaces: Vec::new(), routing: Ok(Routing::default()), has_name_server });
@@ -86,7 +87,7 @@ async fn read(handle: &Handle, links: Vec<LinkMessage>) -> Result<Scan, NetworkE
     let neighbours: Vec<_> =
         handle.neighbours().get().execute().try_collect().await.map_err(refused("reading its neighbours"))?;
     let mut interfaces = Vec::new();
-    for link in &links {
+    for &link in &links {
         let index = link.header.index;
         let addresses: Vec<_> = handle
             .address()
@@ -102,7 +103,8 @@ async fn read(handle: &Handle, links: Vec<LinkMessage>) -> Result<Scan, NetworkE
             // One that is not through one of the interfaces is refused with the first.
             _ => is_first,
         });
-        let described = describe(link, &addresses, own.cloned().collect(), &neighbours);
+        let described = unsuitable::refuse(link, &all)
+            .and_then(|()| describe(link, &addresses, own.cloned().collect(), &neighbours));
         let described = described.map(|description| ConfigureNetworkRequest {
             absent_routes: absent_routes(link, &description.addresses, &kernels),
             ..description
@@ -115,14 +117,15 @@ async fn read(handle: &Handle, links: Vec<LinkMessage>) -> Result<Scan, NetworkE
 }
 
 /// The interfaces that the guest shall have.
-fn of_the_pod(mut links: Vec<LinkMessage>) -> Result<Vec<LinkMessage>, NetworkError> {
-    links.retain(|link| {
+fn of_the_pod(all: &[LinkMessage]) -> Result<Vec<&LinkMessage>, NetworkError> {
+    let is_the_pods = |link: &&LinkMessage| {
         let name = name_of(link);
         let is_own = link.header.flags.contains(LinkFlags::Loopback) || is_tap(name);
         !is_own && !FALLBACK_TUNNELS.contains(&name)
-    });
+    };
+    let links: Vec<_> = all.iter().filter(is_the_pods).collect();
     if links.len() > MOST {
-        let names = links.iter().map(name_of).collect::<Vec<_>>().join(", ");
+        let names = links.iter().map(|link| name_of(link)).collect::<Vec<_>>().join(", ");
         return Err(NetworkError::TooMany { names });
     }
     Ok(links)
@@ -145,9 +148,6 @@ fn describe(
     let index = link.header.index;
     let mut description = ConfigureNetworkRequest::new();
     description.name = name_of(link).into();
-    if link.header.link_layer_type != LinkLayerType::Ether {
-        return Err(NetworkError::NoEthernet { name: description.name });
-    }
     description.up = link.header.flags.contains(LinkFlags::Up);
     for attribute in &link.attributes {
         match attribute {

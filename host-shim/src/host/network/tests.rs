@@ -11,11 +11,11 @@ use std::{
 use futures::TryStreamExt;
 use nix::sched::{CloneFlags, unshare};
 use rtnetlink::{
-    Handle, IpVersion, LinkUnspec, LinkVeth, RouteMessageBuilder,
+    Handle, IpVersion, LinkBridge, LinkMacVlan, LinkUnspec, LinkVeth, RouteMessageBuilder,
     packet_core::Parseable,
     packet_route::{
         AddressFamily,
-        link::{LinkAttribute, LinkMessage},
+        link::{LinkAttribute, LinkMessage, MacVlanMode},
         route::{RouteAttribute, RouteFlags, RouteMessage, RouteMetric, RouteScope, RouteType},
         rule::{RuleAction, RuleAttribute, RuleMessage},
         tc::{TcAttribute, TcMessage},
@@ -244,6 +244,39 @@ fn what_a_pod_cannot_have_yet_is_refused_by_name() {
     let expected = "the pod's network namespace has the interfaces eth0, eth1, eth2, eth3, eth4, eth5, eth6, \
                     eth7, eth8; at most 8 are supported";
     assert_eq!(pod.scan().unwrap_err().to_string(), expected);
+}
+
+/// Makes a macvlan of `parent` in `at` that is in `pod`.
+fn macvlan(at: &Pod, parent: &str, pod: &Pod, name: &str) {
+    at.inside(async |handle| {
+        let link = LinkMacVlan::new(name, index(&handle, parent).await, MacVlanMode::Bridge);
+        let added = handle.link().add(link.setns_by_pid(pod.pid()).build()).execute().await;
+        added.expect("this test needs macvlan interfaces: modprobe macvlan");
+    });
+}
+
+#[test]
+fn an_interface_on_top_of_another_one_of_the_namespace_is_refused_by_name() {
+    let (pod, outside) = (Pod::new(), Pod::new());
+    pod.veth("eth0", &outside, "lan");
+    // Both ends are the pod's. Neither is below the other.
+    pod.veth("one", &pod, "two");
+    macvlan(&outside, "lan", &pod, "given");
+    pod.inside(async |handle| handle.link().add(LinkBridge::new("alone").build()).execute().await.unwrap());
+    assert_eq!(pod.descriptions().len(), 5);
+    macvlan(&pod, "eth0", &pod, "upper");
+    pod.inside(async |handle| {
+        let port = LinkUnspec::new_with_name("one").controller(index(&handle, "alone").await).build();
+        handle.link().set(port).execute().await.unwrap();
+    });
+    let interfaces = pod.scan().unwrap().interfaces.into_iter();
+    let refused = interfaces.filter_map(|found| Some(found.described.err()?.to_string()));
+    let mut refused: Vec<_> = refused.collect();
+    refused.sort();
+    assert_eq!(refused.len(), 2, "{refused:?}");
+    let begin = |text: &str| format!("interface {text} of the same network namespace");
+    assert!(refused[0].starts_with(&begin("alone is stacked on one")), "{refused:?}");
+    assert!(refused[1].starts_with(&begin("upper is stacked on eth0")), "{refused:?}");
 }
 
 #[test]
