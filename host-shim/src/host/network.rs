@@ -8,6 +8,7 @@
 //! ([`parameters`]). The namespace is [watched](watch), so that the guest follows what changes later. All of it but the
 //! parameters is rtnetlink(7); no program is executed.
 
+mod dhcp;
 pub(crate) mod loopback;
 pub(crate) mod name_server;
 mod netns;

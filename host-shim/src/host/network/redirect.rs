@@ -33,7 +33,7 @@ use rtnetlink::{
     },
 };
 
-use super::{NetworkError, failed, netns, refused, replies};
+use super::{NetworkError, dhcp, failed, netns, refused, replies};
 use crate::types::error::chain;
 
 /// `htons(ETH_P_ALL)`, the protocol of a filter that is to see every packet (tc-u32(8)).
@@ -70,6 +70,12 @@ pub(super) fn install(netns: &File, index: u32, tap: &str, passes_replies: bool)
         handle.link().set(up).execute().await.map_err(refused(format!("bringing {tap} up")))?;
         for (from, to) in [(tap_index, index), (index, tap_index)] {
             redirect(&handle, from, to).await.map_err(refused(format!("redirecting {from} to {to}")))?;
+        }
+        if let Err(error) = dhcp::pass(&handle, index, tap_index).await {
+            tracing::warn!(
+                error = chain(&error),
+                "a program of the host that renews the pod's lease gets no answers"
+            );
         }
         if passes_replies {
             pass(&handle, index, tap_index).await;

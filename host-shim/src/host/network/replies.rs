@@ -76,7 +76,7 @@ fn look_up() -> TcAction {
 }
 
 /// Sends a copy of the packet to this interface, and lets it pass.
-fn copy(to: u32) -> TcAction {
+pub(super) fn copy(to: u32) -> TcAction {
     let mut mirror = TcMirror::default();
     mirror.generic = TcActionGeneric::default();
     mirror.generic.action = TcActionType::Ok;
@@ -111,7 +111,7 @@ fn filter(
 }
 
 /// Adds a filter, unless it is there from an earlier attempt.
-async fn add(handle: &Handle, filter: TcMessage) -> Result<(), Error> {
+pub(super) async fn add(handle: &Handle, filter: TcMessage) -> Result<(), Error> {
     match create(handle, RouteNetlinkMessage::NewTrafficFilter(filter)).await {
         Err(error) if is(&error, EEXIST) => Ok(()),
         other => other,

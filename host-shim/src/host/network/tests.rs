@@ -22,6 +22,10 @@ use rtnetlink::{
     },
 };
 
+use rustix::net::{
+    AddressFamily as AF, SocketType,
+    sockopt::{Timeout, set_socket_timeout},
+};
 use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream};
 
 use super::{name_server::NameServer, *};
@@ -634,6 +638,48 @@ fn packets_cross_both_ways_until_the_redirects_are_removed() {
         redirect::uninstall(&pod.netns(), Some(eth0), TAP).unwrap();
     }
     redirect::install(&pod.netns(), eth0, TAP, false).unwrap();
+}
+
+#[test]
+fn an_answer_to_a_dhcp_client_of_the_host_reaches_it_and_the_guest() {
+    const TEXT: &[u8] = b"this is the lease";
+    let (pod, outside) = (Pod::new(), Pod::new());
+    pod.veth("eth0", &outside, "lan");
+    let eth0 = pod.inside(async |handle| index(&handle, "eth0").await);
+    let make = || {
+        let socket = rustix::net::socket(AF::PACKET, SocketType::DGRAM, Some(rustix::net::eth::IP)).unwrap();
+        set_socket_timeout(&socket, Timeout::Recv, Some(Duration::from_secs(20))).unwrap();
+        Ok((tap::create(TAP, 1).map_err(failed("making a tap"))?.remove(0), File::from(socket)))
+    };
+    let (mut guest, mut client) = netns::visit(&pod.netns(), make).unwrap();
+    redirect::install(&pod.netns(), eth0, TAP, false).unwrap();
+    let remote = Ipv4Addr::new(10, 1, 2, 3);
+    outside.inside(async |handle| {
+        let lan = index(&handle, "lan").await;
+        handle.address().add(lan, Ipv4Addr::new(10, 1, 2, 4).into(), 24).execute().await.unwrap();
+        handle.neighbours().add(lan, remote.into()).link_layer_address(&MAC).execute().await.unwrap();
+        let server = UdpSocket::bind("0.0.0.0:67").unwrap();
+        for (text, port) in [(&b"before"[..], 67), (b"other", 69), (TEXT, 68)] {
+            server.send_to(text, (remote, port)).unwrap();
+        }
+    });
+    // What comes first is what was asked for.
+    let mut packet = [0; 2000];
+    let length = client.read(&mut packet).unwrap();
+    assert!(packet[..length].ends_with(TEXT), "{:?}", &packet[..length]);
+    let begun = Instant::now();
+    let mut texts = Vec::new();
+    while texts.len() < 3 {
+        assert!(begun.elapsed() < Duration::from_secs(20), "{texts:?}");
+        match guest.read(&mut packet) {
+            Ok(length) => {
+                let of_server = [&b"before"[..], b"other", TEXT].into_iter();
+                texts.extend(of_server.filter(|text| packet[..length].ends_with(text)));
+            }
+            Err(_) => thread::sleep(Duration::from_millis(1)),
+        }
+    }
+    assert_eq!(texts, [&b"before"[..], b"other", TEXT]);
 }
 
 /// The kinds of the root qdiscs of an interface and of its queues.
