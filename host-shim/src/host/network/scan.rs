@@ -13,7 +13,9 @@ use rtnetlink::{
     packet_core::{Emitable, Parseable},
     packet_route::{
         AddressFamily,
-        address::{AddressAttribute, AddressFlags, AddressHeaderFlags, AddressMessage, AddressScope},
+        address::{
+            AddressAttribute, AddressFlags, AddressHeaderFlags, AddressMessage, AddressScope, CacheInfo,
+        },
         link::{LinkAttribute, LinkFlags, LinkMessage},
         neighbour::{NeighbourAddress, NeighbourAttribute, NeighbourMessage, NeighbourState},
         route::{
@@ -193,6 +195,16 @@ fn address(found: &AddressMessage) -> Option<NetlinkMessage> {
         use AddressAttribute as A;
         matches!(attribute, A::Address(_) | A::Local(_) | A::Broadcast(_) | A::Label(_) | A::RoutePriority(_))
     });
+    let is_deprecated = |attribute: &AddressAttribute| match attribute {
+        AddressAttribute::CacheInfo(times) => times.ifa_preferred == 0,
+        _ => false,
+    };
+    // The other times begin when the address is added. It is permanent.
+    if is_ipv6 && found.attributes.iter().any(is_deprecated) {
+        let mut times = CacheInfo::default();
+        times.ifa_valid = u32::MAX;
+        given.attributes.push(AddressAttribute::CacheInfo(times));
+    }
     // The host has done duplicate address detection. Doing it again would delay the guest by a second.
     let nodad = if is_ipv6 { AddressFlags::Nodad } else { AddressFlags::empty() };
     given.attributes.push(AddressAttribute::Flags(flags & AddressFlags::Noprefixroute | nodad));

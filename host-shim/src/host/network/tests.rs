@@ -15,6 +15,7 @@ use rtnetlink::{
     packet_core::Parseable,
     packet_route::{
         AddressFamily,
+        address::{AddressAttribute, AddressMessage, CacheInfo},
         link::{LinkAttribute, LinkMessage, MacVlanMode},
         route::{RouteAttribute, RouteFlags, RouteMessage, RouteMetric, RouteScope, RouteType},
         rule::{RuleAction, RuleAttribute, RuleMessage},
@@ -189,6 +190,34 @@ fn an_interface_is_described_with_all_that_is_its_own() {
     assert!(last.attributes.contains(&RouteAttribute::Metrics(vec![RouteMetric::Mtu(1300)])), "{last:?}");
     assert!(!last.attributes.iter().any(|attribute| matches!(attribute, RouteAttribute::Oif(_))), "{last:?}");
     assert_eq!(names(&interface.neighbours), ["169.254.1.1"]);
+}
+
+#[test]
+fn an_ipv6_address_that_is_deprecated_stays_so() {
+    let (pod, outside) = (Pod::new(), Pod::new());
+    pod.veth("eth0", &outside, "lan");
+    pod.inside(async |handle| {
+        let index = index(&handle, "eth0").await;
+        for (last, preferred) in [(5, 0), (6, 1000)] {
+            let mut times = CacheInfo::default();
+            (times.ifa_preferred, times.ifa_valid) = (preferred, u32::MAX);
+            let ip = Ipv6Addr::new(0xfd00, 0, 0, 0, 0, 0, 0, last);
+            let mut request = handle.address().add(index, ip.into(), 64);
+            request.message_mut().attributes.push(AddressAttribute::CacheInfo(times));
+            request.execute().await.unwrap();
+        }
+    });
+    let addresses = pod.descriptions().remove(0).addresses;
+    let times = |name: &str| {
+        let found = addresses.iter().find(|address| address.what == name).unwrap();
+        let attributes = AddressMessage::parse(&found.body[..]).unwrap().attributes.into_iter();
+        let mut times = attributes.filter_map(|attribute| match attribute {
+            AddressAttribute::CacheInfo(times) => Some((times.ifa_preferred, times.ifa_valid, times.cstamp)),
+            _ => None,
+        });
+        times.next()
+    };
+    assert_eq!((times("fd00::5/64"), times("fd00::6/64")), (Some((0, u32::MAX, 0)), None));
 }
 
 #[test]
