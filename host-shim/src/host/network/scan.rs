@@ -408,12 +408,16 @@ fn neighbour(index: u32, found: &NeighbourMessage) -> Option<NetlinkMessage> {
     given.attributes.retain(|attribute| {
         matches!(attribute, NeighbourAttribute::Destination(_) | NeighbourAttribute::LinkLayerAddress(_))
     });
-    let ip = given.attributes.iter().find_map(|attribute| match attribute {
+    let ip = address_of_neighbour(&given)?;
+    Some(message(ip.to_string(), &given))
+}
+
+pub(super) fn address_of_neighbour(neighbour: &NeighbourMessage) -> Option<IpAddr> {
+    neighbour.attributes.iter().find_map(|attribute| match attribute {
         NeighbourAttribute::Destination(NeighbourAddress::Inet(ip)) => Some(IpAddr::from(*ip)),
         NeighbourAttribute::Destination(NeighbourAddress::Inet6(ip)) => Some(IpAddr::from(*ip)),
         _ => None,
-    })?;
-    Some(message(ip.to_string(), &given))
+    })
 }
 
 fn route_message(route: &RouteMessage) -> NetlinkMessage {

@@ -17,6 +17,7 @@ use rtnetlink::{
         AddressFamily,
         address::{AddressAttribute, AddressMessage, CacheInfo},
         link::{LinkAttribute, LinkMessage, MacVlanMode},
+        neighbour::NeighbourState,
         route::{RouteAttribute, RouteFlags, RouteMessage, RouteMetric, RouteScope, RouteType},
         rule::{RuleAction, RuleAttribute, RuleMessage},
         tc::{TcAttribute, TcMessage},
@@ -536,11 +537,31 @@ async fn what_changes_later_is_noticed() {
         });
     };
     let rule = || pod.rule(AddressFamily::Inet6, 77, 7, Vec::new());
-    let changes: [&dyn Fn(); 4] = [&address, &added, &removed, &rule];
+    let gateway = IpAddr::from(Ipv4Addr::new(10, 1, 2, 1));
+    let neighbour = |state| {
+        pod.inside(async |handle| {
+            let neighbour = handle.neighbours().add(eth0, gateway).link_layer_address(&PEER_MAC);
+            neighbour.state(state).replace().execute().await.unwrap();
+        });
+    };
+    let permanent = || neighbour(NeighbourState::Permanent);
+    let changes: [&dyn Fn(); 5] = [&address, &added, &removed, &rule, &permanent];
     for change in changes {
         change();
         tokio::time::timeout(patience, watch.changed()).await.unwrap().unwrap();
     }
+    // The guest has it, until it is permanent no more.
+    watch.expect([(eth0, gateway)].into_iter());
+    neighbour(NeighbourState::Stale);
+    tokio::time::timeout(patience, watch.changed()).await.unwrap().unwrap();
+    watch.expect([].into_iter());
+    while tokio::time::timeout(Duration::from_secs(3), watch.changed()).await.is_ok() {}
+    // The kernel tells of these all the time.
+    for _ in 0..3 {
+        neighbour(NeighbourState::Reachable);
+        neighbour(NeighbourState::Stale);
+    }
+    assert!(tokio::time::timeout(Duration::from_secs(3), watch.changed()).await.is_err());
     // An interface comes with several messages, and IPv6 addresses some time later. Then there is nothing more.
     while tokio::time::timeout(Duration::from_secs(3), watch.changed()).await.is_ok() {}
     pod.veth(TAP, &outside, "guest");

@@ -1,11 +1,12 @@
-//! Tells when interfaces, addresses, routes or rules of a pod's network namespace change (rtnetlink(7)).
+//! Tells when interfaces, addresses, routes, rules or permanent neighbours of a pod's network namespace change
+//! (rtnetlink(7)).
 
-use std::{io, time::Duration};
+use std::{collections::HashSet, io, net::IpAddr, time::Duration};
 
 use nix::libc::ENOBUFS;
 use rtnetlink::{
     packet_core::{NetlinkMessage, NetlinkPayload},
-    packet_route::RouteNetlinkMessage,
+    packet_route::{RouteNetlinkMessage, neighbour::NeighbourState},
     sys::{AsyncSocket, AsyncSocketExt, SocketAddr, TokioSocket, protocols::NETLINK_ROUTE},
 };
 use tokio::{
@@ -16,9 +17,12 @@ use tokio::{
 use super::{is_tap, scan};
 use crate::types::pace::Pace;
 
-/// RTMGRP_LINK, RTMGRP_IPV4_IFADDR, RTMGRP_IPV4_ROUTE, RTMGRP_IPV4_RULE, RTMGRP_IPV6_IFADDR and RTMGRP_IPV6_ROUTE of
+/// RTMGRP_LINK, RTMGRP_NEIGH, RTMGRP_IPV4_IFADDR, RTMGRP_IPV4_ROUTE, RTMGRP_IPV4_RULE, RTMGRP_IPV6_IFADDR and RTMGRP_IPV6_ROUTE of
 /// linux/rtnetlink.h, and the bit of RTNLGRP_IPV6_RULE, which is 19.
-const GROUPS: u32 = 0x1 | 0x10 | 0x40 | 0x80 | 0x100 | 0x400 | 1 << 18;
+const GROUPS: u32 = 0x1 | 0x4 | 0x10 | 0x40 | 0x80 | 0x100 | 0x400 | 1 << 18;
+
+/// Permanent neighbours whose end is noticed. That of more is noticed with the next other change.
+const MOST_NEIGHBOURS: usize = 8192;
 
 /// What belongs together comes within this time of what came before.
 const QUIET: Duration = Duration::from_millis(100);
@@ -36,6 +40,8 @@ pub(super) const AFTER_LOSS: Duration = Duration::from_secs(5);
 pub(crate) struct Watch {
     socket: TokioSocket,
     pace: Pace,
+    /// The permanent neighbours that the guest has, by interface and address.
+    permanent: HashSet<(u32, IpAddr)>,
     /// Not before, if all that is known is that messages were lost.
     next: Instant,
 }
@@ -45,8 +51,8 @@ pub(crate) struct Watch {
 enum Read {
     /// A message of the pod.
     Change,
-    /// A message of a tap.
-    OfTap,
+    /// A message of a tap, or of a neighbour that the guest discovers itself.
+    Other,
     /// The kernel had no room for some.
     Lost,
 }
@@ -57,7 +63,17 @@ impl Watch {
         let _entered = runtime.enter();
         let mut socket = TokioSocket::new(NETLINK_ROUTE)?;
         socket.socket_mut().bind(&SocketAddr::new(0, GROUPS))?;
-        Ok(Self { socket, pace: Pace::new(MOST_READ, READ_WINDOW), next: Instant::now() })
+        Ok(Self {
+            socket,
+            permanent: HashSet::new(),
+            pace: Pace::new(MOST_READ, READ_WINDOW),
+            next: Instant::now(),
+        })
+    }
+
+    /// Tells which permanent neighbours the guest has. A message about one of them is a change, whatever it has become.
+    pub(crate) fn expect(&mut self, permanent: impl Iterator<Item = (u32, IpAddr)>) {
+        self.permanent = permanent.take(MOST_NEIGHBOURS).collect();
     }
 
     /// Waits for a change, and until what belongs to it is over. There may be a change if messages were lost.
@@ -74,7 +90,7 @@ impl Watch {
             match read {
                 Read::Change => break,
                 Read::Lost => is_lost = true,
-                Read::OfTap => {}
+                Read::Other => {}
             }
         }
         let end = Instant::now() + LONGEST;
@@ -92,18 +108,25 @@ impl Watch {
     async fn read(&mut self) -> io::Result<Read> {
         self.pace.turn().await;
         match self.socket.recv_from_full().await {
-            Ok((message, _)) => Ok(if is_of_tap(&message) { Read::OfTap } else { Read::Change }),
+            Ok((message, _)) => Ok(if self.is_other(&message) { Read::Other } else { Read::Change }),
             Err(error) if error.raw_os_error() == Some(ENOBUFS) => Ok(Read::Lost),
             Err(error) => Err(error),
         }
     }
-}
 
-/// Whether a message is about a tap of the VMM, which the shim itself changes.
-fn is_of_tap(bytes: &[u8]) -> bool {
-    use RouteNetlinkMessage::{DelLink, NewLink};
-    match NetlinkMessage::<RouteNetlinkMessage>::deserialize(bytes).map(|message| message.payload) {
-        Ok(NetlinkPayload::InnerMessage(NewLink(link) | DelLink(link))) => is_tap(scan::name_of(&link)),
-        _ => false,
+    /// Whether a message is about a tap of the VMM, which the shim itself changes, or about a neighbour that is not
+    /// permanent and was not. The host's kernel tells of these again and again.
+    fn is_other(&self, bytes: &[u8]) -> bool {
+        use RouteNetlinkMessage::{DelLink, DelNeighbour, NewLink, NewNeighbour};
+        match NetlinkMessage::<RouteNetlinkMessage>::deserialize(bytes).map(|message| message.payload) {
+            Ok(NetlinkPayload::InnerMessage(NewLink(link) | DelLink(link))) => is_tap(scan::name_of(&link)),
+            // That one was removed is said with another state.
+            Ok(NetlinkPayload::InnerMessage(NewNeighbour(found) | DelNeighbour(found))) => {
+                let was_permanent = scan::address_of_neighbour(&found)
+                    .is_some_and(|ip| self.permanent.contains(&(found.header.ifindex, ip)));
+                found.header.state != NeighbourState::Permanent && !was_permanent
+            }
+            _ => false,
+        }
     }
 }

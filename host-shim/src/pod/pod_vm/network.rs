@@ -3,6 +3,7 @@
 
 use std::{
     io,
+    net::IpAddr,
     os::fd::OwnedFd,
     sync::{Arc, Weak},
     time::Duration,
@@ -195,6 +196,15 @@ impl Network {
         lost.collect()
     }
 
+    /// The permanent neighbours that the guest has, by the interface of the host.
+    fn neighbours(&self) -> impl Iterator<Item = (u32, IpAddr)> {
+        let of = |(_, index, description): (_, u32, &ConfigureNetworkRequest)| {
+            let addresses = description.neighbours.iter().filter_map(|neighbour| neighbour.what.parse().ok());
+            addresses.map(move |ip| (index, ip)).collect::<Vec<_>>()
+        };
+        self.used().flat_map(of)
+    }
+
     fn has(&self, index: u32) -> bool {
         self.used().any(|(_, used, _)| used == index)
     }
@@ -279,12 +289,13 @@ impl PodVm {
         let Some(host) = host.as_mut().filter(|host| host.network.is_none()) else { return Ok(()) };
         let mut work = Work { pod: self, guest, network: Network::new(id), host };
         let scan = async |turn| network::scan_and_watch(guest.vm.process(), (work.operation(), turn)).await;
-        let FirstScan { scan, parameters, watch } =
+        let FirstScan { scan, parameters, mut watch } =
             work.network.scans.read(SCAN_OF, FIRST_SCAN, scan).await?;
         work.network.parameters = parameters;
         let connected = work.connect_all(scan).await;
         let Work { mut network, host, .. } = work;
         if connected.is_ok() {
+            watch.expect(network.neighbours());
             network.follows = Some(self.follow_network(guest, watch));
         }
         host.network = Some(network);
@@ -308,7 +319,7 @@ impl PodVm {
     }
 
     /// Has the guest follow what has changed of the pod's network. Returns what cannot be done. None: the pod ends.
-    async fn update_network(&self, guest: &Guest) -> Option<Vec<TaskError>> {
+    async fn update_network(&self, guest: &Guest, watch: &mut Watch) -> Option<Vec<TaskError>> {
         let mut host = self.host.lock().await;
         let host = host.as_mut()?;
         let network = host.network.take()?;
@@ -319,6 +330,7 @@ impl PodVm {
             Err(error) => vec![error],
         };
         let Work { network, host, .. } = work;
+        watch.expect(network.neighbours());
         host.network = Some(network);
         Some(failed)
     }
@@ -339,7 +351,7 @@ async fn follow(pod: Weak<PodVm>, guest: &Guest, mut watch: Watch) -> io::Result
             pause = None;
         }
         let Some(pod) = pod.upgrade() else { return Ok(()) };
-        let Some(failed) = pod.update_network(guest).await else { return Ok(()) };
+        let Some(failed) = pod.update_network(guest, &mut watch).await else { return Ok(()) };
         pause = pause_after(pause, &failed);
         let failed: Vec<_> = failed.iter().map(|error| chain(error)).collect();
         if failed.is_empty() && !last.is_empty() {
