@@ -47,8 +47,11 @@ use crate::{
 };
 
 /// The tap of the guest's first network card, in the network namespace that the VMM is in. The names of the others
-/// begin with it.
-pub(crate) const TAP: &str = "tap-bulkhead";
+/// begin with it. cAdvisor, which kubelet has in it, adds up the bytes of all interfaces of a pod but those whose names
+/// begin with `lo`, `veth`, `docker` or `nerdctl`. With another name, each byte of the pod would count twice.
+pub(crate) const TAP: &str = "veth-bulkhead";
+/// The same, of a pod that an older version has started.
+pub(crate) const FORMER_TAP: &str = "tap-bulkhead";
 
 /// The most interfaces that a pod can have. The guest has one network card from the start. Three places remain for
 /// block devices.
@@ -77,7 +80,7 @@ impl CardNumber {
 
 /// Whether an interface is a tap of the VMM.
 fn is_tap(name: &str) -> bool {
-    let number = name.strip_prefix(TAP);
+    let number = name.strip_prefix(TAP).or_else(|| name.strip_prefix(FORMER_TAP));
     number.is_some_and(|number| number.is_empty() || number.parse::<usize>().is_ok())
 }
 

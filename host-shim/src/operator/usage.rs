@@ -17,7 +17,10 @@ use rustix::{
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    host::{network::TAP, process_id::ProcessId},
+    host::{
+        network::{FORMER_TAP, TAP},
+        process_id::ProcessId,
+    },
     operator::pods::{Share, VmmConfig},
 };
 
@@ -193,7 +196,9 @@ fn kvm_exits(kvm: &Path, vmm: u32) -> Option<u64> {
 
 /// The counters of the tap device (proc_pid_net(5)). What the host receives by it, the guest has sent.
 fn network(text: &str) -> Option<NetworkUsage> {
-    let line = text.lines().find_map(|line| line.trim_start().strip_prefix(TAP)?.strip_prefix(':'))?;
+    let of_tap =
+        |line: &'_ str, name| Some(line.trim_start().strip_prefix(name)?.strip_prefix(':')?.to_owned());
+    let line = text.lines().find_map(|line| of_tap(line, TAP).or_else(|| of_tap(line, FORMER_TAP)))?;
     let counters: Vec<u64> = line.split_whitespace().map_while(|counter| counter.parse().ok()).collect();
     // There are 16. The last of fewer may be a part of a number.
     counters.get(15)?;
@@ -336,12 +341,14 @@ mod tests {
     #[test]
     fn what_the_host_receives_the_guest_has_sent() {
         let text = "Inter-|   Receive\n face |bytes packets\n  lo: 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0\n\
-                    tap-bulkhead:   70 7 0 0 0 0 0 0   90 9 0 0 0 0 0 0\n";
+                    veth-bulkhead:   70 7 0 0 0 0 0 0   90 9 0 0 0 0 0 0\n";
         let expected =
             NetworkUsage { sent_bytes: 70, sent_packets: 7, received_bytes: 90, received_packets: 9 };
         assert_eq!(network(text), Some(expected));
-        assert_eq!(network("tap-bulkhead-2: 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16\n"), None);
-        assert_eq!(network("tap-bulkhead: 1 2 3 4 5 6 7 8 9 10"), None);
+        // Of a pod that an older version has started.
+        assert_eq!(network(&text.replace("veth-", "tap-")), network(text));
+        assert_eq!(network("veth-bulkhead-2: 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16\n"), None);
+        assert_eq!(network("veth-bulkhead: 1 2 3 4 5 6 7 8 9 10"), None);
     }
 
     #[test]

@@ -622,7 +622,10 @@ async fn a_guest_that_changes_its_tap_without_end_hides_nothing_and_has_scans_ma
 fn a_card_has_a_tap_and_an_address_of_its_own() {
     assert_eq!((CardNumber(0).tap(), CardNumber(0).mac()), (TAP.into(), "02:00:00:00:00:01".into()));
     assert_eq!((CardNumber(7).tap(), CardNumber(7).mac()), (format!("{TAP}7"), "02:00:00:00:00:08".into()));
-    assert!(is_tap(TAP) && is_tap(&CardNumber(7).tap()) && !is_tap("tap-bulkhead-x") && !is_tap("eth0"));
+    assert!(is_tap(TAP) && is_tap(&CardNumber(7).tap()) && !is_tap("veth-bulkhead-x") && !is_tap("eth0"));
+    assert!(is_tap("tap-bulkhead") && is_tap("tap-bulkhead3") && !is_tap("veth0"));
+    // The kernel's limit, IFNAMSIZ, is 16 with a zero at the end.
+    assert!(CardNumber(MOST as u8 - 1).tap().len() < 16);
 }
 
 #[test]

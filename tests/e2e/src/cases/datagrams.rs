@@ -137,7 +137,7 @@ impl Counters {
     fn read(&self) -> Result<Counts> {
         let kvm = |name: &str| kvm_counter(&self.kvm, name);
         let taps = fs::read_to_string(&self.tap).context("no counters of interfaces")?;
-        let line = taps.lines().find_map(|line| line.trim().strip_prefix("tap-bulkhead:"));
+        let line = taps.lines().find_map(|line| line.trim().strip_prefix("veth-bulkhead:"));
         let numbers: Vec<f64> = line
             .context("no counters of the tap")?
             .split_whitespace()

@@ -734,7 +734,7 @@ fn shared_namespace(host: &Host) -> Result<()> {
     let bridge = Bridge::new()?;
     let namespace = bridge.namespace(2)?;
     let _task = namespace.container(host).detach(&["sleep", "1000"])?;
-    does_not_start(host, &namespace, &["tap-bulkhead", "an unused name"])?;
+    does_not_start(host, &namespace, &["veth-bulkhead", "an unused name"])?;
     // The first one has its network still.
     ping_from_host(&address(2))
 }
