@@ -116,6 +116,7 @@ pub struct Interface {
     mac: [u8; 6],
     mtu: u32,
     up: bool,
+    noarp: bool,
     ipv6: Ipv6,
     addresses: Vec<NetlinkMessage>,
     absent_routes: Vec<NetlinkMessage>,
@@ -148,6 +149,7 @@ impl TryFrom<ConfigureNetworkRequest> for Interface {
             mac,
             mtu: request.mtu,
             up: request.up,
+            noarp: request.noarp,
             ipv6,
             addresses: request.addresses,
             absent_routes: request.absent_routes,
@@ -358,9 +360,12 @@ fn apply(socket: &Socket, index: u32, change: &Change) -> Result<(), NetworkErro
 }
 
 fn set_link(socket: &Socket, index: u32, interface: &Interface) -> Result<(), NetworkError> {
-    let Interface { mtu, up, .. } = interface;
+    let Interface { mtu, up, noarp, .. } = interface;
     let link = || LinkMessage::new(index);
     socket.set_link(&link().mtu(*mtu)).map_err(interface.failed(format!("setting its MTU to {mtu}")))?;
+    // Before it is up, so that it asks for nothing.
+    let what = if *noarp { "switching ARP off" } else { "switching ARP on" };
+    socket.set_link(&link().noarp(*noarp)).map_err(interface.failed(what))?;
     let what = if *up { "bringing it up" } else { "bringing it down" };
     socket.set_link(&link().up(*up)).map_err(interface.failed(what))
 }

@@ -17,7 +17,7 @@ pub mod synchronization;
 
 /// Version of this interface, checked by `StartSandbox` and by the ready message (see [`READY_PORT`]). It rises
 /// too when the agent must cope with another machine, such as one whose devices are on a PCI bus.
-pub const API_VERSION: u32 = 22;
+pub const API_VERSION: u32 = 23;
 
 /// vsock port on which the agent serves ttrpc.
 pub const RPC_PORT: u32 = 1024;

@@ -225,9 +225,17 @@ impl LinkMessage {
     }
 
     /// `ifi_flags`, and in `ifi_change` which of them.
-    pub(super) fn up(mut self, up: bool) -> Self {
-        let flag = libc::IFF_UP as u32;
-        self.0[8..12].copy_from_slice(&(if up { flag } else { 0 }).to_ne_bytes());
+    pub(super) fn up(self, up: bool) -> Self {
+        self.flag(libc::IFF_UP as u32, up)
+    }
+
+    /// The same, of the flag that says that it needs no ARP.
+    pub(super) fn noarp(self, noarp: bool) -> Self {
+        self.flag(libc::IFF_NOARP as u32, noarp)
+    }
+
+    fn flag(mut self, flag: u32, is_set: bool) -> Self {
+        self.0[8..12].copy_from_slice(&(if is_set { flag } else { 0 }).to_ne_bytes());
         self.0[12..16].copy_from_slice(&flag.to_ne_bytes());
         self
     }

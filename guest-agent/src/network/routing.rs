@@ -1,4 +1,5 @@
-//! Rules of policy routing, and routes that belong to no interface, in a container's network namespace.
+//! Rules of policy routing, routes that belong to no interface, and addresses of the loopback interface, in a
+//! container's network namespace.
 
 use std::{io, os::fd::BorrowedFd};
 
@@ -19,11 +20,13 @@ fn apply(request: &ChangeRoutingRequest) -> Result<(), NetworkError> {
     let failed = |action: String| |source| NetworkError::Routing { action, source };
     let socket = Socket::open().map_err(failed("opening a netlink socket".into()))?;
     type Act = fn(&Socket, &[u8]) -> io::Result<()>;
-    let steps: [(&str, &[NetlinkMessage], Act); 4] = [
+    let steps: [(&str, &[NetlinkMessage], Act); 6] = [
+        ("adding the address of lo", &request.addresses, Socket::add_address),
         ("removing the route", &request.removed_routes, Socket::remove_other_route),
         ("adding the route", &request.routes, Socket::add_other_route),
         ("adding the rule", &request.rules, Socket::add_rule),
         ("removing the rule", &request.removed_rules, Socket::remove_rule),
+        ("removing the address of lo", &request.removed_addresses, Socket::remove_address),
     ];
     for (action, messages, act) in steps {
         for NetlinkMessage { what, body, .. } in messages {
@@ -89,6 +92,31 @@ mod tests {
                 apply(&wanted).unwrap();
                 assert!(!ip("rule").unwrap().contains("10.1.2.3"));
                 assert_eq!(ip("route show table 100").unwrap(), "");
+            }
+        });
+    }
+
+    #[test]
+    fn an_address_of_the_loopback_interface_can_be_the_source_of_a_route() {
+        apart(|| {
+            // 10.9.9.9/32 of interface 1: a struct ifaddrmsg, IFA_ADDRESS, IFA_LOCAL.
+            let (header, ip) = ([2, 32, 0, 0, 1, 0, 0, 0], [10, 9, 9, 9]);
+            let parts: [&[u8]; 5] = [&header, &[8, 0, 1, 0], &ip, &[8, 0, 2, 0], &ip];
+            let address = message("10.9.9.9/32", &parts);
+            crate::syscall::loopback_up().unwrap();
+            let bound = || std::net::UdpSocket::bind("10.9.9.9:0");
+            assert!(bound().is_err());
+            let mut wanted = ChangeRoutingRequest::new();
+            wanted.addresses = vec![address.clone()];
+            for _ in 0..2 {
+                apply(&wanted).unwrap();
+                bound().unwrap();
+            }
+            let mut wanted = ChangeRoutingRequest::new();
+            wanted.removed_addresses = vec![address];
+            for _ in 0..2 {
+                apply(&wanted).unwrap();
+                assert!(bound().is_err());
             }
         });
     }

@@ -131,6 +131,23 @@ fn ipv6_is_as_on_the_host() {
 }
 
 #[test]
+fn an_interface_asks_for_addresses_as_the_one_on_the_host() {
+    apart("eth0", || {
+        let socket = UdpSocket::bind("0.0.0.0:0").unwrap();
+        // Without ARP a neighbour is there at once, with the state NUD_NOARP, which is not in this table.
+        let asks = || {
+            socket.send_to(b"text", ("10.1.2.9", 7)).unwrap();
+            table("arp").contains("10.1.2.9 ")
+        };
+        let with = |noarp| interface(|request| request.noarp = noarp).unwrap();
+        set_up_here(&with(true)).unwrap();
+        assert!(!asks());
+        set_up_here(&with(false)).unwrap();
+        assert!(asks());
+    });
+}
+
+#[test]
 fn an_interface_that_is_down_stays_down() {
     apart("eth0", || {
         let down = |request: &mut ConfigureNetworkRequest| {

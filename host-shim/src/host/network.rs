@@ -34,7 +34,7 @@ pub(crate) use self::{
     parameters::{OfInterface, Parameters},
     redirect::remove as remove_redirect,
     routing::Routing,
-    scan::connected_route,
+    scan::{connected_route, local_address, source_of_message as source_of},
     watch::Watch,
 };
 use crate::{

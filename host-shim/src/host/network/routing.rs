@@ -33,22 +33,28 @@ const DEFAULT_TABLE: u32 = 253;
 /// The rules of a new network namespace: priority and table. IPv6 has no table `default`.
 const DEFAULT_RULES: [(u32, u32); 3] = [(0, LOCAL_TABLE), (32766, MAIN_TABLE), (32767, DEFAULT_TABLE)];
 /// The loopback interface has this index in each network namespace.
-const LOOPBACK: u32 = 1;
+pub(super) const LOOPBACK: u32 = 1;
 /// FRA_SUPPRESS_PREFIXLEN and FRA_SUPPRESS_IFGROUP of a rule that suppresses nothing.
 const NOTHING: u32 = u32::MAX;
 
-/// What a pod has of policy routing: bodies of RTM_NEWRULE and RTM_NEWROUTE.
+/// What a pod has of policy routing, and at the loopback interface: bodies of RTM_NEWRULE, RTM_NEWROUTE and
+/// RTM_NEWADDR.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Routing {
     pub(crate) rules: Vec<NetlinkMessage>,
     pub(crate) routes: Vec<NetlinkMessage>,
+    pub(crate) addresses: Vec<NetlinkMessage>,
 }
 
 impl Default for Routing {
     /// That of a new network namespace.
     fn default() -> Self {
         let families = [AddressFamily::Inet, AddressFamily::Inet6];
-        Self { rules: families.into_iter().flat_map(default_rules).collect(), routes: Vec::new() }
+        Self {
+            rules: families.into_iter().flat_map(default_rules).collect(),
+            routes: Vec::new(),
+            addresses: Vec::new(),
+        }
     }
 }
 
@@ -89,7 +95,7 @@ pub(super) async fn read(handle: &Handle, routes: &[RouteMessage]) -> Result<Rou
         return Err(NetworkError::TooLong { what: "rules", count: rules.len(), most: MOST_RULES });
     }
     let routes = routes.iter().map(given_route).collect::<Result<_, _>>()?;
-    Ok(Routing { rules, routes })
+    Ok(Routing { rules, routes, addresses: Vec::new() })
 }
 
 fn has_none(error: &Error) -> bool {

@@ -30,7 +30,7 @@ use tokio::runtime::Handle as Runtime;
 use super::{
     FirstScan, Found, MOST, NetworkError, OfInterface, Parameters, Scan, failed, is_tap, name_server, netns,
     refused, routing,
-    routing::{MOST_ROUTES, Routing},
+    routing::{LOOPBACK, MOST_ROUTES, Routing},
     unsuitable,
     watch::Watch,
 };
@@ -44,6 +44,9 @@ const FALLBACK_TUNNELS: [&str; 9] =
 const NO_TABLE: u32 = RouteHeader::RT_TABLE_UNSPEC as u32;
 pub(super) const LOCAL_TABLE: u32 = 255;
 pub(super) const MAIN_TABLE: u32 = RouteHeader::RT_TABLE_MAIN as u32;
+
+/// Addresses that a pod can have at the loopback interface, besides those of each namespace.
+const MOST_LOOPBACK_ADDRESSES: usize = 1024;
 
 /// The metric of a route that the kernel adds for an IPv6 address (IP6_RT_PRIO_ADDRCONF of net/ip6_route.h).
 const IPV6_PREFIX_METRIC: u32 = 256;
@@ -70,9 +73,11 @@ async fn links(handle: &Handle) -> Result<Vec<LinkMessage>, NetworkError> {
 
 async fn read(handle: &Handle, all: Vec<LinkMessage>) -> Result<Scan, NetworkError> {
     let links = of_the_pod(&all)?;
+    let loopback = loopback_addresses(handle).await?;
     let has_name_server = name_server::listens_here().map_err(failed("reading its sockets"))?;
     if links.is_empty() {
-        return Ok(Scan { interfaces: Vec::new(), routing: Ok(Routing::default()), has_name_server });
+        let routing = Ok(Routing { addresses: loopback, ..Routing::default() });
+        return Ok(Scan { interfaces: Vec::new(), routing, has_name_server });
     }
     let routes: Vec<_> = handle
         .route()
@@ -91,14 +96,7 @@ async fn read(handle: &Handle, all: Vec<LinkMessage>) -> Result<Scan, NetworkErr
     let mut interfaces = Vec::new();
     for &link in &links {
         let index = link.header.index;
-        let addresses: Vec<_> = handle
-            .address()
-            .get()
-            .set_link_index_filter(index)
-            .execute()
-            .try_collect()
-            .await
-            .map_err(refused("reading its addresses"))?;
+        let addresses = addresses_of(handle, index).await?;
         let is_first = interfaces.is_empty();
         let own = routes.iter().filter(|route| match interface_of(route) {
             Some(through) if links.iter().any(|link| link.header.index == through) => through == index,
@@ -115,7 +113,34 @@ async fn read(handle: &Handle, all: Vec<LinkMessage>) -> Result<Scan, NetworkErr
         interfaces.push(Found { index, name: name_of(link).into(), described, parameters });
     }
     let routing = routing::read(handle, &of_none).await;
+    let routing = routing.map(|routing| Routing { addresses: loopback, ..routing });
     Ok(Scan { interfaces, routing, has_name_server })
+}
+
+async fn addresses_of(handle: &Handle, index: u32) -> Result<Vec<AddressMessage>, NetworkError> {
+    let found = handle.address().get().set_link_index_filter(index).execute();
+    found.try_collect().await.map_err(refused("reading its addresses"))
+}
+
+/// The addresses of the loopback interface but those that it has in each namespace.
+async fn loopback_addresses(handle: &Handle) -> Result<Vec<NetlinkMessage>, NetworkError> {
+    let found = addresses_of(handle, LOOPBACK).await?;
+    let added = found.iter().filter_map(|found| {
+        let given = address(found)?;
+        (!["127.0.0.1/8", "::1/128"].contains(&given.what.as_str())).then_some((found, given))
+    });
+    let of_loopback = |(found, given): (&AddressMessage, NetlinkMessage)| {
+        // As in the guest, where it has the same index.
+        let mut body = given.body;
+        body.get_mut(4..8)?.copy_from_slice(&found.header.index.to_ne_bytes());
+        Some(NetlinkMessage { body, ..given })
+    };
+    let addresses: Vec<_> = added.filter_map(of_loopback).collect();
+    if addresses.len() > MOST_LOOPBACK_ADDRESSES {
+        let (count, most) = (addresses.len(), MOST_LOOPBACK_ADDRESSES);
+        return Err(NetworkError::TooLong { what: "addresses of lo", count, most });
+    }
+    Ok(addresses)
 }
 
 /// The interfaces that the guest shall have.
@@ -151,6 +176,7 @@ fn describe(
     let mut description = ConfigureNetworkRequest::new();
     description.name = name_of(link).into();
     description.up = link.header.flags.contains(LinkFlags::Up);
+    description.noarp = link.header.flags.contains(LinkFlags::Noarp);
     for attribute in &link.attributes {
         match attribute {
             LinkAttribute::Address(mac) => description.mac.clone_from(mac),
@@ -300,6 +326,23 @@ fn prefix_route(address: &NetlinkMessage) -> Option<RouteMessage> {
     }
     route.attributes.extend(metric.map(RouteAttribute::Priority));
     Some(route)
+}
+
+/// The source that a route says, if it does.
+pub(crate) fn source_of_message(route: &NetlinkMessage) -> Option<IpAddr> {
+    match source_of(&RouteMessage::parse(&route.body[..]).ok()?)? {
+        RouteAddress::Inet(ip) => Some((*ip).into()),
+        RouteAddress::Inet6(ip) => Some((*ip).into()),
+        _ => None,
+    }
+}
+
+/// The address that an interface has itself.
+pub(crate) fn local_address(address: &NetlinkMessage) -> Option<IpAddr> {
+    use AddressAttribute as A;
+    let attributes = AddressMessage::parse(&address.body[..]).ok()?.attributes;
+    let local = attributes.iter().find_map(|it| if let A::Local(ip) = it { Some(*ip) } else { None });
+    local.or_else(|| attributes.iter().find_map(|it| if let A::Address(ip) = it { Some(*ip) } else { None }))
 }
 
 fn source_of(route: &RouteMessage) -> Option<&RouteAddress> {

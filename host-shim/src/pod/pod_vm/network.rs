@@ -238,6 +238,17 @@ fn missing(now: &[NetlinkMessage], before: &[NetlinkMessage], is_known: bool) ->
     if is_known { only_in(now, before) } else { now.to_vec() }
 }
 
+/// The same interface without the first route whose source is not an address of it, and without those that follow,
+/// which may need that one.
+fn without_foreign_sources(description: &ConfigureNetworkRequest) -> ConfigureNetworkRequest {
+    let own: Vec<_> = description.addresses.iter().filter_map(network::local_address).collect();
+    let is_foreign = |route: &NetlinkMessage| network::source_of(route).is_some_and(|ip| !own.contains(&ip));
+    let mut early = description.clone();
+    let count = early.routes.iter().position(is_foreign);
+    early.routes.truncate(count.unwrap_or(usize::MAX));
+    early
+}
+
 /// What is to change so that the rules of `before` become those of `now`. Unless it is known that the guest has
 /// all of `before`, it adds all of `now`.
 fn change_of_rules(before: &Routing, is_known: bool, now: &Routing) -> ChangeRoutingRequest {
@@ -246,6 +257,8 @@ fn change_of_rules(before: &Routing, is_known: bool, now: &Routing) -> ChangeRou
         routes: missing(&now.routes, &before.routes, is_known),
         removed_rules: only_in(&before.rules, &now.rules),
         removed_routes: only_in(&before.routes, &now.routes),
+        addresses: missing(&now.addresses, &before.addresses, is_known),
+        removed_addresses: only_in(&before.addresses, &now.addresses),
         ..Default::default()
     }
 }
@@ -398,8 +411,17 @@ impl Work<'_> {
         let alone = described.is_empty().then(|| self.network.parameters.take_those_of_namespace());
         // So no packet goes a way that the rules forbid.
         self.change_rules(routing, alone.unwrap_or_default()).await?;
+        // A source is an address that must be there before the route.
+        let mut later = Vec::new();
         for (index, description, parameters) in described {
-            self.connect(index, description, &parameters, has_name_server).await?;
+            let early = without_foreign_sources(&description);
+            if early != description {
+                later.push((index, description));
+            }
+            self.connect(index, early, &parameters, has_name_server).await?;
+        }
+        for (index, description) in later {
+            self.change(index, Ok(description)).await?;
         }
         if has_name_server { self.start_name_server().await } else { Ok(()) }
     }
@@ -556,6 +578,7 @@ impl Work<'_> {
         *is_routing_known = false;
         add_all(&mut before.rules, &routing.rules);
         add_all(&mut before.routes, &routing.routes);
+        add_all(&mut before.addresses, &routing.addresses);
         self.guest.agent.change_routing(container, change).await?;
         (*before, *is_routing_known) = (routing, true);
         Ok(())
@@ -694,11 +717,11 @@ mod tests {
 
     #[test]
     fn rules_that_differ_are_added_and_removed() {
-        let routing = |rules: [&str; 2]| Routing { rules: rules.map(message).to_vec(), routes: Vec::new() };
+        let routing = |rules: [&str; 2]| Routing { rules: rules.map(message).to_vec(), ..Routing::default() };
         let change = change_of_rules(&routing(["a", "b"]), true, &routing(["b", "c"]));
         assert_eq!((change.rules, change.removed_rules), (vec![message("c")], vec![message("a")]));
         // The guest may have what was tried, or not, or a part of it.
-        let possible = Routing { rules: ["a", "b", "c", "d"].map(message).to_vec(), routes: Vec::new() };
+        let possible = Routing { rules: ["a", "b", "c", "d"].map(message).to_vec(), ..Routing::default() };
         let change = change_of_rules(&possible, false, &routing(["a", "c"]));
         assert_eq!(change.rules, [message("a"), message("c")]);
         assert_eq!(change.removed_rules, [message("b"), message("d")]);
@@ -730,6 +753,26 @@ mod tests {
         let without = ConfigureNetworkRequest { addresses: Vec::new(), ..before.clone() };
         assert!(change(&without, None, &now).interface.routes.is_empty());
         assert!(change(&before, None, &description("eth0", &[])).interface.routes.is_empty());
+    }
+
+    #[test]
+    fn routes_from_the_address_of_another_interface_come_later() {
+        // 10.1.2.3/24: struct ifaddrmsg, IFA_ADDRESS, IFA_LOCAL.
+        let body = [2, 24, 0, 0, 0, 0, 0, 0, 8, 0, 1, 0, 10, 1, 2, 3, 8, 0, 2, 0, 10, 1, 2, 3];
+        // A struct rtmsg, RTA_PREFSRC.
+        let route = |what, last| NetlinkMessage {
+            body: vec![2, 0, 0, 0, 254, 3, 0, 1, 0, 0, 0, 0, 8, 0, 7, 0, 10, 1, 2, last],
+            ..message(what)
+        };
+        let mut whole = description("eth0", &[]);
+        whole.addresses = vec![NetlinkMessage { body: body.to_vec(), ..message("10.1.2.3/24") }];
+        whole.routes = vec![route("own", 3), route("foreign", 4), route("own too", 3)];
+        let early = without_foreign_sources(&whole);
+        assert_eq!((&early.routes[..], &early.addresses), (&whole.routes[..1], &whole.addresses));
+        let later = change(&early, None, &whole);
+        assert_eq!(later.interface.routes, whole.routes[1..]);
+        whole.routes.truncate(1);
+        assert_eq!(without_foreign_sources(&whole), whole);
     }
 
     #[test]
