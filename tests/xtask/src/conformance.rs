@@ -47,10 +47,17 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "they are ordinary memory of the VM ([huge pages of containers](resources.md#huge-pages-of-containers))",
     ),
     (
-        "more than eight network interfaces in a pod, interfaces that are no Ethernet, routes through an interface that \
-         have several next hops, are encapsulated or are not unicast, rules of policy routing by `suppress_ifgroup`, \
-         `l3mdev`, `tun_id`, realms or a selector that is newer than Linux 6.12, more than 1,024 rules or 4,096 routes",
+        "more than eight network interfaces in a pod, interfaces that are no Ethernet or have no Ethernet address \
+         (netkit of layer 3), routes through an interface that have several next hops, are encapsulated or are not \
+         unicast, rules of policy routing by `suppress_ifgroup`, `l3mdev`, `tun_id`, realms or a selector that is \
+         newer than Linux 6.12, more than 1,024 rules or 4,096 routes, more than 1,024 addresses of the \
+         loopback interface",
         "not built yet",
+    ),
+    (
+        "an interface on top of another one of the pod's network namespace (bond, team, bridge with ports, VLAN, \
+         macvlan, ipvlan), and an ipvlan in mode l3s",
+        "the packets go to the VM at the lower interface (tc), and those of l3s arrive at none",
     ),
     (
         "`createContainer` and `startContainer` hooks",
@@ -305,6 +312,17 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "rules of iptables or nftables that a program of the host puts into the network namespace of a pod, such as \
          istio-cni or a chained CNI plugin: not refused, but they do not apply to the containers (those of `ip rule` do)",
         "the packets go from the interface to the VM (tc); rules that a container sets in the guest apply",
+    ),
+    (
+        "sockets that a program of the host has in the network namespace of a pod, such as ztunnel of Istio's ambient \
+         mode: not refused, but they receive nothing from outside but answers of DHCP servers, and what docker's name \
+         server has asked for",
+        "the packets go from the interface to the VM (tc)",
+    ),
+    (
+        "addresses that a container adds itself to an ipvlan, and another address on the Ethernet that it gives to a \
+         macvlan: not refused, but nothing arrives for them",
+        "the host's kernel knows what its own interface has, and passes on no other packets",
     ),
     (
         "a CPU limit is also the number of processors that a container sees, rounded up: not refused",
