@@ -17,8 +17,8 @@ use tokio::{
 use super::{is_tap, scan};
 use crate::types::pace::Pace;
 
-/// RTMGRP_LINK, RTMGRP_NEIGH, RTMGRP_IPV4_IFADDR, RTMGRP_IPV4_ROUTE, RTMGRP_IPV4_RULE, RTMGRP_IPV6_IFADDR and RTMGRP_IPV6_ROUTE of
-/// linux/rtnetlink.h, and the bit of RTNLGRP_IPV6_RULE, which is 19.
+/// RTMGRP_LINK, RTMGRP_NEIGH, RTMGRP_IPV4_IFADDR, RTMGRP_IPV4_ROUTE, RTMGRP_IPV4_RULE, RTMGRP_IPV6_IFADDR and
+/// RTMGRP_IPV6_ROUTE of linux/rtnetlink.h, and the bit of RTNLGRP_IPV6_RULE, which is 19.
 const GROUPS: u32 = 0x1 | 0x4 | 0x10 | 0x40 | 0x80 | 0x100 | 0x400 | 1 << 18;
 
 /// Permanent neighbours whose end is noticed. That of more is noticed with the next other change.
