@@ -400,6 +400,31 @@ fn routes_of_other_tables_and_of_no_interface_are_there() {
 }
 
 #[test]
+fn addresses_of_the_loopback_interface_are_those_that_were_added() {
+    let pod = Pod::new();
+    pod.bring_loopback_up();
+    assert_eq!(pod.scan().unwrap().routing.unwrap(), Routing::default());
+    let loopback = pod.inside(async |handle| {
+        let loopback = index(&handle, "lo").await;
+        let ips = [
+            (IpAddr::from(Ipv4Addr::new(10, 9, 9, 9)), 32),
+            (Ipv6Addr::new(0xfd00, 0, 0, 0, 0, 0, 0, 9).into(), 128),
+        ];
+        for (ip, prefix) in ips {
+            handle.address().add(loopback, ip, prefix).execute().await.unwrap();
+        }
+        loopback
+    });
+    let alone = pod.scan().unwrap().routing.unwrap();
+    assert_eq!(names(&alone.addresses), ["10.9.9.9/32", "fd00::9/128"]);
+    let given = AddressMessage::parse(&alone.addresses[0].body[..]).unwrap();
+    assert_eq!(given.header.index, loopback);
+    let outside = Pod::new();
+    pod.veth("eth0", &outside, "lan");
+    assert_eq!(pod.scan().unwrap().routing.unwrap(), alone);
+}
+
+#[test]
 fn too_many_rules_are_refused_with_their_number() {
     let (pod, outside) = (Pod::new(), Pod::new());
     pod.veth("eth0", &outside, "lan");

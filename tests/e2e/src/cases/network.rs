@@ -44,6 +44,9 @@ pub(super) const CASES: &[Case] = &[
     Case::both("three_interfaces_are_those_of_the_namespace", three_interfaces),
     Case::both("interfaces_come_and_go_while_it_runs", come_and_go),
     Case::both("a_macvlan_passes_the_groups_that_a_container_joins", multicast),
+    Case::both("an_ipvlan_of_layer_3_reaches_others", ipvlan_l3),
+    Case::bulkhead("an_interface_on_top_of_another_one_is_refused_by_name", stacked),
+    Case::both("a_source_of_a_route_is_an_address_of_another_interface", foreign_source),
     Case::bulkhead("an_interface_whose_name_is_taken_comes_when_the_name_is_free", name_taken),
     Case::bulkhead("nine_interfaces_are_refused_by_name", nine_interfaces),
     Case::both("rules_and_tables_of_routes_are_those_of_the_namespace", policy_routing),
@@ -526,6 +529,73 @@ fn multicast(host: &Host) -> Result<()> {
         Cmd::new("ip").args(in_namespace).run()?.succeeds()?;
         Ok(task.exec(&["cat", "/tmp/text"])?.text() == "hello")
     })
+}
+
+/// Nobody answers to ARP there: the host's kernel finds its way by the addresses of IP alone.
+fn ipvlan_l3(host: &Host) -> Result<()> {
+    const HOST: &str = "10.80.0.1";
+    let outside = Namespace::new("eth0", &mac(33))?;
+    let namespace = Namespace::new("gone", &mac(34))?;
+    let (parent, name) = (outside.host_end(), namespace.name());
+    ip(&format!("-n {name} link del gone"))?;
+    ip(&format!("addr add 10.80.0.254/24 dev {parent}"))?;
+    ip(&format!("link set {parent} up"))?;
+    ip(&format!("link add link {parent} name eth0 netns {name} type ipvlan mode l3"))?;
+    ip(&format!("-n {name} addr add 10.81.0.2/24 dev eth0"))?;
+    ip(&format!("-n {name} link set eth0 up"))?;
+    ip(&format!("-n {name} route add default dev eth0"))?;
+    let at_parent = std::fs::read_to_string(format!("/sys/class/net/{parent}/address"))?;
+    let outside = outside.name();
+    ip(&format!("-n {outside} addr add {HOST}/24 dev eth0"))?;
+    ip(&format!("-n {outside} link set eth0 up"))?;
+    ip(&format!("-n {outside} route add 10.81.0.0/24 dev eth0"))?;
+    ip(&format!("-n {outside} neigh add 10.81.0.2 lladdr {} dev eth0", at_parent.trim()))?;
+    sh(host, &namespace, &format!("ping -c 1 -W 10 {HOST}"))?.succeeds()?;
+    Ok(())
+}
+
+/// Each of them would start, and get none of its packets.
+fn stacked(host: &Host) -> Result<()> {
+    let refused = |below: &str, kind: &str, words: &str| {
+        let namespace = Namespace::new("eth0", &mac(35))?;
+        ip(&format!("-n {} link add {below} name upper type {kind}", namespace.name()))?;
+        if below.is_empty() {
+            ip(&format!("-n {} link set eth0 down master upper", namespace.name()))?;
+        }
+        does_not_start(host, &namespace, &[words, "not implemented"])
+    };
+    let on_top = "interface upper is stacked on eth0";
+    for kind in ["vlan id 5", "macvlan mode bridge", "ipvlan mode l2"] {
+        refused("link eth0", kind, on_top)?;
+    }
+    for kind in ["bridge", "bond"] {
+        refused("", kind, on_top)?;
+    }
+    // This one is on top of an interface of the host.
+    let outside = Namespace::new("eth0", &mac(36))?;
+    let namespace = Namespace::new("gone", &mac(37))?;
+    ip(&format!("-n {} link del gone", namespace.name()))?;
+    let eth0 = format!("name eth0 netns {} type ipvlan mode l3s", namespace.name());
+    ip(&format!("link add link {} {eth0}", outside.host_end()))?;
+    does_not_start(host, &namespace, &["interface eth0 is an ipvlan in mode l3s", "not implemented"])
+}
+
+/// A route may have an address of an interface that comes after its own, or of the loopback interface.
+fn foreign_source(host: &Host) -> Result<()> {
+    let bridge = Bridge::new()?;
+    let namespace = bridge.namespace(2)?;
+    let name = namespace.name();
+    namespace.add("net1", 29)?;
+    ip(&format!("-n {name} addr add 10.82.0.1/32 dev lo"))?;
+    ip(&format!("-n {name} route add 192.0.2.0/24 via {GATEWAY} dev eth0 src {}", address_in(29)))?;
+    ip(&format!("-n {name} route add 198.51.100.0/24 via {GATEWAY} dev eth0 src 10.82.0.1"))?;
+    let task = with_hosts_programs(host, &namespace).detach(&["sleep", "1000"])?;
+    same_routing(host, &namespace, &task)?;
+    let shown = task.exec(&["/usr/bin/ip", "-o", "-4", "addr", "show", "dev", "lo"])?;
+    shown.check("the address of lo", shown.text().contains("10.82.0.1/32"))?;
+    // What becomes of it while the pod runs.
+    ip(&format!("-n {name} addr add 10.82.0.2/32 dev lo"))?;
+    settles(host, &task, "/usr/bin/ip -o -4 addr show dev lo | grep -c 10.82.0.2/32", "1\n")
 }
 
 /// The container has a network namespace of its own in the guest, so a name can be free on the host and taken there.
