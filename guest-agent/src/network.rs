@@ -363,11 +363,8 @@ fn set_link(socket: &Socket, index: u32, interface: &Interface) -> Result<(), Ne
     let Interface { mtu, up, noarp, .. } = interface;
     let link = || LinkMessage::new(index);
     socket.set_link(&link().mtu(*mtu)).map_err(interface.failed(format!("setting its MTU to {mtu}")))?;
-    // Before it is up, so that it asks for nothing.
-    let what = if *noarp { "switching ARP off" } else { "switching ARP on" };
-    socket.set_link(&link().noarp(*noarp)).map_err(interface.failed(what))?;
     let what = if *up { "bringing it up" } else { "bringing it down" };
-    socket.set_link(&link().up(*up)).map_err(interface.failed(what))
+    socket.set_link(&link().noarp(*noarp).up(*up)).map_err(interface.failed(what))
 }
 
 fn add(socket: &Socket, index: u32, interface: &Interface) -> Result<(), NetworkError> {

@@ -235,8 +235,10 @@ impl LinkMessage {
     }
 
     fn flag(mut self, flag: u32, is_set: bool) -> Self {
-        self.0[8..12].copy_from_slice(&(if is_set { flag } else { 0 }).to_ne_bytes());
-        self.0[12..16].copy_from_slice(&flag.to_ne_bytes());
+        let fields = [(8..12, if is_set { flag } else { 0 }), (12..16, flag)];
+        for (field, bits) in fields {
+            self.0[field].iter_mut().zip(bits.to_ne_bytes()).for_each(|(byte, bits)| *byte |= bits);
+        }
         self
     }
 

@@ -154,7 +154,7 @@ impl TaskService {
 
     async fn list_pids(&self, id: &str) -> Result<Vec<u32>, TaskError> {
         let container = self.pod.container(id)?;
-        // docker does not count them.
+        // docker does not count them, so the guest need not be asked.
         if is_dockers(self.pod.namespace()) {
             return Ok(vec![container.pid()]);
         }

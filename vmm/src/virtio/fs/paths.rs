@@ -168,16 +168,15 @@ impl Server {
             (None, Ok(place)) => self.path_at_place(number, place)?,
             (None, Err(error)) => return Err(*error),
         };
-        let name = place.ok().map(|place| place.name);
-        let is_secret = name.as_ref().is_some_and(|name| OWN_MEMORY.contains(&&**name));
-        let may_be_secret = is_secret || name.as_ref().is_some_and(|name| &**name == c"stat");
-        let is_in_procfs = may_be_secret && fstatfs(&*fd)?.f_type == PROC_SUPER_MAGIC;
+        let name = place.as_ref().map_or(c"", |place| &*place.name);
+        let (is_secret, is_stat) = (OWN_MEMORY.contains(&name), name == c"stat");
+        let is_in_procfs = (is_secret || is_stat) && fstatfs(&*fd)?.f_type == PROC_SUPER_MAGIC;
         if is_secret && is_in_procfs {
             return Err(Errno::ACCESS);
         }
         let flags = flags | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
         let opened = openat(CWD, &*path_of(&fd), flags, Mode::empty())?;
-        if is_in_procfs && name.is_some_and(|name| &*name == c"stat") && has_addresses(&opened)? {
+        if is_stat && is_in_procfs && has_addresses(&opened)? {
             return Err(Errno::ACCESS);
         }
         let stat = stat_at(&opened, c"")?;
