@@ -20,7 +20,8 @@ use crate::case_sources;
 use crate::containerd::{self, Containerd};
 use crate::dist::{self, Profile, source_dir};
 use crate::named::{self, Known};
-use crate::outcomes::{self, Outcome, Passed};
+use crate::outcomes::{self, Outcome};
+use crate::passed_on_runc::{self, Committed, GroupSources, Passed};
 use crate::progress::Bar;
 use crate::rig::{Accelerator, Io, Limit, Payload, Rig};
 use crate::scheduling::{self, Course, Slice};
@@ -88,6 +89,11 @@ pub(crate) struct Job {
 }
 
 impl Job {
+    /// Whether there is a record of its cases that passed. A run by name tests another build of the tests' program.
+    fn is_recorded(&self) -> bool {
+        self.runtime == Runtime::Runc && self.filter.is_none()
+    }
+
     /// What a person calls it.
     pub(crate) fn name(&self) -> String {
         job_name(self.runtime, self.containerd)
@@ -140,6 +146,9 @@ pub(crate) struct E2e {
     cases: Vec<Vec<String>>,
     /// All cases that there are.
     known: Vec<Known>,
+    /// What the groups were made of when the tests' program was built, if a job is recorded.
+    sources: GroupSources,
+    committed: Committed,
 }
 
 /// Where the cases run.
@@ -210,12 +219,23 @@ impl E2e {
         let list = |job: &Job| list_cases(&program, job, &hosts.containerd_version(cache, job.containerd)?);
         let cases = jobs.iter().map(list).collect::<Result<_>>()?;
         let known = named::known(&output_of(Command::new(program).arg("list"))?);
-        Ok(E2e { cache: cache.clone(), hosts, jobs, cases, known })
+        // Reading them takes seconds.
+        let is_recorded = jobs.iter().any(Job::is_recorded);
+        let sources =
+            if is_recorded { case_sources::of_groups(source_dir())? } else { GroupSources::default() };
+        let committed = passed_on_runc::committed(source_dir())?;
+        Ok(E2e { cache: cache.clone(), hosts, jobs, cases, known, sources, committed })
     }
 
     /// All cases of the tests' program, also those that the jobs leave out.
     pub(crate) fn known(&self) -> &[Known] {
         &self.known
+    }
+
+    /// Writes what passed on runc in these runs of the jobs to the source tree.
+    pub(crate) fn commit_passed_on_runc(&self, runs: &[Run]) -> Result<()> {
+        let runs: Vec<_> = self.jobs.iter().zip(runs).collect();
+        passed_on_runc::commit(source_dir(), &runs, &self.sources)
     }
 
     /// Runs the jobs, in as many rigs side by side as there are processors. What each found, in their order.
@@ -232,7 +252,7 @@ impl E2e {
             let durations = durations.get(&job.name());
             let estimated = |case: &String| (case.clone(), scheduling::estimate(durations, case));
             left.push(repeat_n(cases, job.times).flatten().map(estimated).collect());
-            let versions = record.as_ref().map(|record| record.versions().to_owned()).unwrap_or_default();
+            let versions = record.as_ref().map(Passed::versions).unwrap_or_default();
             let remembered = remembered.into_iter().cloned().collect();
             runs.push(Mutex::new(Run { remembered, versions, ..Run::default() }));
             records.push(record);
@@ -273,13 +293,13 @@ impl E2e {
     /// The record of the cases that passed under the job's conditions. None: there is none for such a job.
     fn record(&self, job: &Job) -> Result<Option<Passed>> {
         let Hosts::Rig { rig, images, .. } = &self.hosts else { return Ok(None) };
-        // A run by name tests another build of the tests' program.
-        if job.runtime != Runtime::Runc || job.filter.is_some() {
+        if !job.is_recorded() {
             return Ok(None);
         }
         let key = rig.key().clone().key(images).key(&job.containerd.programs_key(&self.cache)?);
         let name = format!("passed-on-runc-{}", job.containerd.name());
-        Passed::open(&self.cache, &name, &key, case_sources::of_groups(source_dir())?).map(Some)
+        let committed = self.committed.get(job.containerd.name()).cloned().unwrap_or_default();
+        Passed::open(&self.cache, &name, &key, self.sources.clone(), committed).map(Some)
     }
 
     /// Runs the cases of a slice, and records how they ended. `tell` gets how many are done, and how many of these

@@ -29,6 +29,7 @@ mod oci;
 mod outcomes;
 mod package;
 mod page;
+mod passed_on_runc;
 mod phases;
 mod places;
 mod progress;

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 
-use crate::cache::{Cache, Key, lock};
+use crate::cache::{Cache, lock};
 
 /// How `bulkhead-e2e` indents what belongs to the line before.
 const INDENT: &str = "    ";
@@ -75,73 +75,6 @@ fn finish(outcomes: &mut [Outcome], why: Option<Vec<&str>>) {
     if let (Some(last), Some(why)) = (outcomes.last_mut(), why) {
         let own: Vec<_> = why.into_iter().take_while(|line| !line.starts_with(JOURNAL)).collect();
         last.failure = Some(own.join("\n"));
-    }
-}
-
-/// The cases that passed on runc under exactly the same conditions: same cases, images, containerd and host. They do
-/// not depend on what this project builds, so they need not run again.
-#[derive(Debug)]
-pub(crate) struct Passed {
-    path: PathBuf,
-    /// The digest of each group's sources, by its name.
-    sources: BTreeMap<String, String>,
-    content: PassedContent,
-}
-
-/// What is in the file.
-#[derive(Debug, Default, Serialize, Deserialize)]
-struct PassedContent {
-    /// Of the host's containerd, runc and kernel, a line each.
-    versions: String,
-    /// The digest of what a case was made of when it passed, by the case.
-    cases: BTreeMap<String, String>,
-}
-
-impl Passed {
-    /// Opens the record `name` of the runs under the conditions of `key`, of groups that are made of `sources`.
-    pub(crate) fn open(
-        cache: &Cache,
-        name: &str,
-        key: &Key,
-        sources: BTreeMap<String, String>,
-    ) -> Result<Passed> {
-        let path = cache.entry(name, key, |path| replace(path, &PassedContent::default()))?;
-        // A record that is damaged has no case, so all of them run.
-        let content = read(&path).unwrap_or_default();
-        Ok(Passed { path, sources, content })
-    }
-
-    /// Whether the case passed as it is.
-    pub(crate) fn has(&self, case: &str) -> bool {
-        self.content.cases.get(case).is_some_and(|then| self.sources_of(case) == Some(then))
-    }
-
-    fn sources_of(&self, case: &str) -> Option<&String> {
-        self.sources.get(case.split('/').next()?)
-    }
-
-    /// Of the host's containerd, runc and kernel, a line each; empty if no case is recorded.
-    pub(crate) fn versions(&self) -> &str {
-        &self.content.versions
-    }
-
-    /// Adds the cases of a slice if all of them passed, and removes those that failed. What another run has added
-    /// meanwhile stays.
-    ///
-    /// A slice with a failure is not added at all: the failure may be of the tests' program, and not of one case.
-    pub(crate) fn add(&self, outcomes: &[Outcome], versions: &str) -> Result<()> {
-        let _lock = lock_records(&self.path)?;
-        let mut content: PassedContent = read(&self.path).unwrap_or_default();
-        let failed: Vec<_> = outcomes.iter().filter(|outcome| outcome.failure.is_some()).collect();
-        content.cases.retain(|case, _| failed.iter().all(|outcome| outcome.case != *case));
-        if failed.is_empty() && !outcomes.is_empty() {
-            versions.clone_into(&mut content.versions);
-            let passed = outcomes
-                .iter()
-                .filter_map(|outcome| Some((outcome.case.clone(), self.sources_of(&outcome.case)?.clone())));
-            content.cases.extend(passed);
-        }
-        replace(&self.path, &content)
     }
 }
 
@@ -236,36 +169,6 @@ exec/three [runc on containerd 1.7] ... FAILED (2.0 s)
         let cut = OUTPUT.split_at(OUTPUT.find("    came").unwrap()).0;
         let last = outcomes(cut).pop().unwrap();
         assert_eq!(last.failure.as_deref(), Some("expected  [x] ... ok"));
-    }
-
-    #[test]
-    fn only_what_passed_is_remembered_and_only_under_the_same_conditions() {
-        let dir = tempfile::tempdir().unwrap();
-        let cache = Cache::at(dir.path()).unwrap();
-        let open_of = |conditions: &str, sources: [(&str, &str); 2]| {
-            let sources = sources.map(|(group, digest)| (group.to_owned(), digest.to_owned())).into();
-            Passed::open(&cache, "passed", &Key::new().bytes(conditions), sources).unwrap()
-        };
-        let open = |conditions: &str| open_of(conditions, [("exec", "1"), ("stdio", "1")]);
-        let first = [passed("exec/one", 1.0), passed("exec/two", 1.0), passed("stdio/one", 1.0)];
-        open("these").add(&first, "runc 1.1").unwrap();
-        open("these").add(&[], "").unwrap();
-        let names = ["exec/one", "exec/two", "exec/three", "stdio/one"];
-        let known = |record: Passed| names.map(|name| record.has(name));
-        assert_eq!(known(open("these")), [true, true, false, true]);
-        // One group's file has changed, and then its cases pass again.
-        let changed = || open_of("these", [("exec", "2"), ("stdio", "1")]);
-        assert_eq!(known(changed()), [false, false, false, true]);
-        changed().add(&[passed("exec/two", 1.0)], "runc 1.1").unwrap();
-        assert_eq!(known(changed()), [false, true, false, true]);
-        // One that passed before has failed; and one passed beside it.
-        let later = [passed("exec/three", 1.0), Outcome::failed("exec/two", "why")];
-        changed().add(&later, "runc 1.1").unwrap();
-        assert_eq!(known(changed()), [false, false, false, true]);
-        assert_eq!(open("these").versions(), "runc 1.1");
-        assert_eq!(known(open("others")), [false; 4]);
-        fs::write(&open("these").path, "{").unwrap();
-        assert_eq!(known(open("these")), [false; 4]);
     }
 
     #[test]

@@ -44,10 +44,14 @@ pub(crate) struct TestArguments {
     /// Runs the end-to-end tests this many times: for a case that fails only now and then.
     #[arg(long, default_value_t = 1)]
     times: usize,
-    /// Also runs the cases on runc that passed there in an earlier run, with the same tests, images, containerd and
-    /// host.
+    /// Also runs the cases on runc that passed there before with the same tests: on this machine with the same images,
+    /// containerd and host, or in the run that tests/passed-on-runc.json records.
     #[arg(long)]
     afresh: bool,
+    /// Writes tests/passed-on-runc.json if no case failed on runc. Do so when the sources of tests have changed, so
+    /// that other machines need not run them on runc.
+    #[arg(long, conflicts_with_all = ["filter", "on", "times"])]
+    write_passed_on_runc: bool,
     /// Writes docs/conformance.md, if all of the end-to-end tests ran. With names of tests it writes only the part of
     /// the page about those that were run by their names.
     #[arg(long, conflicts_with_all = ["on", "only", "times"])]
@@ -182,6 +186,11 @@ pub(crate) fn run(cache: &Cache, arguments: &TestArguments) -> Result<u8> {
                 {
                     println!("docs/conformance.md will not know of these cases: {error:#}");
                 }
+                if arguments.write_passed_on_runc
+                    && let Err(error) = e2e.commit_passed_on_runc(&runs)
+                {
+                    count("the record of runc", Err(error));
+                }
                 let written = match &commit {
                     Some(_) if arguments.filter.is_some() => write_by_name(cache, &e2e),
                     Some(commit) => write_conformance(cache, &e2e, &columns(&jobs, &runs), commit),
@@ -214,9 +223,7 @@ fn describe(job: &Job, run: &Run) {
     run.notes.iter().for_each(|note| println!("{}: {note}", job.name()));
     if !run.remembered.is_empty() {
         let (remembered, name) = (run.remembered.len(), job.name());
-        println!(
-            "{name}: {remembered} cases did not run: they passed in an earlier run under the same conditions"
-        );
+        println!("{name}: {remembered} cases did not run: they passed before with the same tests");
     }
 }
 
