@@ -8,6 +8,7 @@ use std::{
 };
 
 use bulkhead_vmm_api::{ATTACHABLE_DEVICES, NicConfig, Transport as Kind, VmConfig};
+use kvm_bindings::kvm_cpuid_entry2;
 use kvm_ioctls::{Kvm, VcpuFd, VmFd};
 
 use crate::{
@@ -202,6 +203,8 @@ enum Origin {
 /// What a VM needs from its host. All of it is open.
 struct Host {
     kvm: Kvm,
+    /// What KVM supports of CPUID.
+    cpuid: Vec<kvm_cpuid_entry2>,
     control: ControlServer,
     origin: Origin,
     saver: Option<Saver>,
@@ -217,6 +220,7 @@ struct Host {
 impl Host {
     fn open(config: &VmConfig) -> Result<Self, BuildError> {
         let kvm = kvm::open()?;
+        let cpuid = cpuid::supported(&kvm)?;
         let origin = match &config.restore_from {
             Some(dir) => Origin::Saved(Box::new(Saved::open(dir, config)?)),
             None => Origin::Images(Images::open(&config.kernel, &config.initramfs)?),
@@ -230,20 +234,19 @@ impl Host {
         let vsock = vsock::listen(&config.vsock)?;
         let cards = config.nics.iter().enumerate().map(|(index, nic)| net(index, nic, config.vcpus));
         let cards = cards.collect::<Result<_, _>>()?;
-        Ok(Self { kvm, control, origin, saver, pool, console, rng, vsock, cards })
+        Ok(Self { kvm, cpuid, control, origin, saver, pool, console, rng, vsock, cards })
     }
 }
 
 /// Creates the vCPUs. If the VM boots, the entry point of the first one is set later.
 fn vcpus(host: &mut Host, vm: &VmFd, count: u8) -> Result<Vec<VcpuFd>, BuildError> {
-    let supported = cpuid::supported(&host.kvm)?;
     // All vCPUs are created before the state of the first is restored. KVM synchronizes the time stamp counters of
     // vCPUs that are set to about the same value one after another. Creating a vCPU in between would set another
     // value.
     let vcpus = (0..count).map(|id| vm.create_vcpu(id.into()).map_err(create("a vCPU")));
     let vcpus = vcpus.collect::<Result<Vec<_>, _>>()?;
     for (id, vcpu) in (0..count).zip(&vcpus) {
-        let cpuid = cpuid::for_vcpu(&supported, id, count)?;
+        let cpuid = cpuid::for_vcpu(&host.cpuid, id, count)?;
         match &host.origin {
             Origin::Images(_) => {
                 vcpu.set_cpuid2(&cpuid).map_err(create("the guest's CPUID table"))?;

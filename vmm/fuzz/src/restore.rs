@@ -111,7 +111,7 @@ fn save(
     pci_address: Option<u32>,
 ) -> Result<Files> {
     let mut file = tempfile::NamedTempFile::new()?;
-    let extents = save_memory(memory, file.as_file_mut(), &open_page_map()?)?;
+    let extents = save_memory(memory, file.as_file_mut(), open_page_map()?.as_ref())?;
     let vcpu = json!({
         "cpuid": [], "tsc_khz": 1, "mp_state": kvm_mp_state::default(), "regs": kvm_regs::default(),
         "sregs": kvm_sregs::default(), "xsave": kvm_xsave::default(), "xcrs": kvm_xcrs::default(),

@@ -52,7 +52,11 @@ pub struct Extent {
 
 /// Writes all pages of `memory` that are not empty to `file`, which must be empty. No vCPU and no device may run
 /// meanwhile. `page_map` is that of [`open_page_map`].
-pub fn save_memory(memory: &GuestMemory, file: &mut File, page_map: &File) -> io::Result<Vec<Extent>> {
+pub fn save_memory(
+    memory: &GuestMemory,
+    file: &mut File,
+    page_map: Option<&File>,
+) -> io::Result<Vec<Extent>> {
     let mut extents: Vec<Extent> = Vec::new();
     let mut page = [0; PAGE];
     for region in memory.iter() {
@@ -106,19 +110,25 @@ pub fn restore_memory(size: Size, file: &File, extents: &[Extent]) -> Result<Gue
     Ok(memory)
 }
 
-/// The file of this process that says which pages it has (Documentation/admin-guide/mm/pagemap.rst).
-pub fn open_page_map() -> io::Result<File> {
-    File::open("/proc/self/pagemap")
+/// The file of this process that says which pages it has (Documentation/admin-guide/mm/pagemap.rst). None on a kernel
+/// without it (CONFIG_PROC_PAGE_MONITOR).
+pub fn open_page_map() -> io::Result<Option<File>> {
+    match File::open("/proc/self/pagemap") {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        opened => opened.map(Some),
+    }
 }
 
-/// For each page of `region`, whether it was touched. Reading a page that was not touched would allocate it.
+/// For each page of `region`, whether it was touched. Reading a page that was not touched would take time, and a page
+/// table. If there is no page map, all of them may have been.
 ///
 /// mincore(2) does not tell a page that the host has swapped out from one that was never touched.
-fn touched(region: &Region, page_map: &File) -> io::Result<Vec<bool>> {
+fn touched(region: &Region, page_map: Option<&File>) -> io::Result<Vec<bool>> {
     const ENTRY: usize = size_of::<u64>();
     /// Bits 62 and 63: the page is swapped out, or in memory.
     const HAS_CONTENT: u64 = 3 << 62;
     let pages = (region.len() as usize).div_ceil(PAGE);
+    let Some(page_map) = page_map else { return Ok(vec![true; pages]) };
     let mut entries = vec![0; pages * ENTRY];
     page_map.read_exact_at(&mut entries, (region.host_address().addr() / PAGE * ENTRY) as u64)?;
     let entries = entries.as_chunks::<ENTRY>().0.iter();
@@ -178,7 +188,7 @@ mod tests {
     }
 
     fn save(memory: &GuestMemory, file: &mut File) -> io::Result<Vec<Extent>> {
-        save_memory(memory, file, &open_page_map().unwrap())
+        save_memory(memory, file, open_page_map().unwrap().as_ref())
     }
 
     /// This host may have no swap. Then the page stays in memory.

@@ -143,7 +143,8 @@ struct Header {
 /// files.
 pub struct Saver {
     memory: File,
-    page_map: File,
+    /// See [`open_page_map`].
+    page_map: Option<File>,
     state: File,
     shape: Shape,
     /// The MSRs that KVM can read.
@@ -203,7 +204,8 @@ impl Saver {
             vcpus,
             devices,
             pci_address: vm.pci.map(PciBus::address),
-            memory: save_memory(vm.memory, &mut self.memory, &self.page_map).map_err(written("memory"))?,
+            memory: save_memory(vm.memory, &mut self.memory, self.page_map.as_ref())
+                .map_err(written("memory"))?,
         };
         let mut file = BufWriter::new(self.state);
         serde_json::to_writer(&mut file, &state)
@@ -367,7 +369,7 @@ mod tests {
                 memory: save_memory(
                     &memory,
                     &mut create(host.path(MEMORY_FILE)).unwrap(),
-                    &open_page_map().unwrap(),
+                    open_page_map().unwrap().as_ref(),
                 )
                 .unwrap(),
             };

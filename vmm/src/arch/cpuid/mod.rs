@@ -25,7 +25,7 @@ pub enum CpuidError {
     TooMany,
 }
 
-/// The leaves that KVM supports on this host.
+/// The leaves that KVM supports on this host. Reads a file of the host, so call this before the VMM enters its jail.
 pub fn supported(kvm: &Kvm) -> Result<Vec<kvm_cpuid_entry2>, CpuidError> {
     let supported = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).map_err(CpuidError::Supported)?;
     let mut supported = supported.as_slice().to_vec();
@@ -40,7 +40,8 @@ const CLOCK_SOURCES: &str = "/sys/devices/system/clocksource/clocksource0/availa
 
 /// Linux leaves the time stamp counter out if it has found it unstable: processors count differently, or it stops.
 fn has_stable_tsc(clock_sources: &str) -> bool {
-    let is_tsc = |source: &str| matches!(source, "tsc" | "hyperv_clocksource_tsc_page");
+    // Just after the host's boot, until the counter's frequency is known exactly, it is `tsc-early`.
+    let is_tsc = |source: &str| matches!(source, "tsc" | "tsc-early" | "hyperv_clocksource_tsc_page");
     clock_sources.split_whitespace().any(is_tsc)
 }
 

@@ -169,15 +169,19 @@ impl Server {
             (None, Err(error)) => return Err(*error),
         };
         let name = place.as_ref().map_or(c"", |place| &*place.name);
-        let (is_secret, is_stat) = (OWN_MEMORY.contains(&name), name == c"stat");
+        // /proc/PID/net/stat is a directory.
+        let is_stat = name == c"stat" && kind == FileType::RegularFile;
+        let is_secret = OWN_MEMORY.contains(&name);
         let is_in_procfs = (is_secret || is_stat) && fstatfs(&*fd)?.f_type == PROC_SUPER_MAGIC;
         if is_secret && is_in_procfs {
             return Err(Errno::ACCESS);
         }
         let flags = flags | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
         let opened = openat(CWD, &*path_of(&fd), flags, Mode::empty())?;
+        // Programs that read those of all processes, such as node_exporter, pass over a process that has just ended.
+        // Any other error ends them.
         if is_stat && is_in_procfs && has_addresses(&opened)? {
-            return Err(Errno::ACCESS);
+            return Err(Errno::NOENT);
         }
         let stat = stat_at(&opened, c"")?;
         Ok((opened, stat))
@@ -255,15 +259,19 @@ pub(super) fn open_to_write(fd: &OwnedFd) -> Result<OwnedFd> {
     openat(CWD, &*path_of(fd), flags, Mode::empty())
 }
 
-/// Whether /proc/PID/stat has the address of the program (field 26, proc_pid_stat(5)), and with it others. It has those
-/// of a process that the VMM may trace, which is itself. Of others it says 0 or 1.
+/// Whether this is a /proc/PID/stat with the address of the program (field 26, proc_pid_stat(5)), and with it others.
+/// It has those of a process that the VMM may trace, such as itself. Of others it says 0 or 1. /proc/stat has none.
 fn has_addresses(stat: &OwnedFd) -> Result<bool> {
     let mut text = [0; 4096];
     let length = preadv(stat, &mut [IoSliceMut::new(&mut text)], 0)?;
-    // Field 2 is a name in parentheses, which may contain anything.
-    let rest = text[..length].rsplit(|byte| *byte == b')').next().unwrap_or_default();
-    let address = rest.split(|byte| *byte == b' ').filter(|field| !field.is_empty()).nth(26 - 3);
-    Ok(address.is_some_and(|address| !matches!(address, b"0" | b"1")))
+    Ok(shows_addresses(&text[..length]))
+}
+
+fn shows_addresses(stat: &[u8]) -> bool {
+    // Field 2 is a name in parentheses, which may contain anything. No other file of this name has parentheses.
+    let Some(end) = stat.iter().rposition(|byte| *byte == b')') else { return false };
+    let address = stat[end..].split(|byte| *byte == b' ').nth(26 - 2);
+    address.is_some_and(|address| !matches!(address, b"0" | b"1"))
 }
 
 /// The error if the place of a node does not exist any more.

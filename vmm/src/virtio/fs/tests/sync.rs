@@ -1,5 +1,7 @@
 //! SYNCFS.
 
+use std::ffi::CString;
+
 use super::*;
 
 /// Offers a request of Linux's sync(2) and syncfs(2), with the node of the root.
@@ -100,15 +102,22 @@ fn addresses_of_the_vmm_are_not_shown() {
         let dir = tempfile::tempdir().unwrap();
         mount_in(dir.path(), &["process"]);
         let process = dir.path().join("process");
-        mount(Some("/proc/self"), &process, None::<&str>, MsFlags::MS_BIND, None::<&str>).unwrap();
+        mount(Some("/proc"), &process, None::<&str>, MsFlags::MS_BIND, None::<&str>).unwrap();
         let (_, mut server) = server_of(dir.path());
-        let (process, _) = server.find(ROOT, c"process").unwrap();
-        let mut open = |name| {
-            let (number, _) = server.find(process, name).unwrap();
+        let (proc, _) = server.find(ROOT, c"process").unwrap();
+        let own = CString::new(std::process::id().to_string()).unwrap();
+        let (process, _) = server.find(proc, &own).unwrap();
+        let (net, _) = server.find(process, c"net").unwrap();
+        let mut open = |directory, name| {
+            let (number, _) = server.find(directory, name).unwrap();
             server.open_node(number, OFlags::RDONLY).err()
         };
-        assert_eq!((open(c"maps"), open(c"stat")), (Some(Errno::ACCESS), Some(Errno::ACCESS)));
-        assert_eq!((open(c"comm"), open(c"statm")), (None, None));
+        // A process that has ended has none, and programs that read those of all processes go on.
+        let refused = (Some(Errno::ACCESS), Some(Errno::NOENT));
+        assert_eq!((open(process, c"maps"), open(process, c"stat")), refused);
+        assert_eq!((open(process, c"comm"), open(process, c"statm")), (None, None));
+        // Neither of them is of a process.
+        assert_eq!((open(proc, c"stat"), open(net, c"stat")), (None, None));
     };
     drill(body, End::succeeds);
 }
