@@ -56,8 +56,9 @@ use crate::{
 /// the answer to a start that is under way.
 const EXIT_ORDER: Duration = Duration::from_secs(1);
 
-/// How long after SIGKILL a container must have ended. Its kernel ends it at once, and its agent reports that within
-/// a few seconds on the slowest host. Clients wait for 2 minutes (containerd's CRI), or without limit.
+/// How long after SIGKILL a container must have ended. Its kernel ends it at once unless it waits for a disk, and its
+/// agent reports that within a few seconds on the slowest host. Clients wait for 2 minutes (containerd's CRI), or
+/// without limit.
 const KILLED_WITHIN: Duration = Duration::from_secs(20);
 
 /// The same for one of several containers of a pod. If it expires, the VM is killed, and all containers with it.
@@ -507,7 +508,8 @@ impl Container {
                 const WHY: &str = "the container has not ended by SIGKILL";
                 tracing::error!(container = self.id, "the VM is killed: {WHY}");
                 self.events.log().vm_killed(WHY);
-                vm.kill().await;
+                // A process that waits for a slow disk ends only when its data is written.
+                self.pod.end_at_last().await;
                 Exit::killed()
             }
             never = self.follow(placeholder) => match never {},

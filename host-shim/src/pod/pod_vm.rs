@@ -360,6 +360,14 @@ impl PodVm {
         }
     }
 
+    /// Ends the VM although a process in it does not end. Data for a disk gets a last chance to be written.
+    pub(crate) async fn end_at_last(&self) {
+        if self.disks.may_be_dirty() {
+            self.power_off().await;
+        }
+        self.kill().await;
+    }
+
     /// Leaves nothing of the container `id` on the host: with the pod's first container nothing of the pod, the VM
     /// first. What fails is tried again by the next call. It is no error if nothing is left.
     pub(crate) async fn remove_from_host(&self, id: &str) -> Result<(), TaskError> {
