@@ -32,6 +32,7 @@ pub(super) fn as_on_the_host(host: &Host) -> Result<()> {
     let container = container.bind(Path::new("/sys/kernel/debug"), "/host/debug", "rbind:ro");
     let script = format!(
         "cd /host/proc; cat sys/kernel/ostype; head -n 1 sys/kernel/random/boot_id; \
+         head -n 1 stat | cut -c 1-4; ls self/net/stat > /dev/null && echo listed; \
          stat -c %s loadavg; grep -cE '^([0-9.]+ ){{3}}[0-9]+/[0-9]+ [0-9]+$' loadavg; \
          before=$(head -n 1 uptime); sleep 1; test \"$before\" != \"$(head -n 1 uptime)\" && echo later; \
          cat /host/cgroup/{read} /host/debug/fault_around_bytes; \
@@ -40,7 +41,7 @@ pub(super) fn as_on_the_host(host: &Host) -> Result<()> {
          echo 0 > /host/proc/sys/vm/overcommit_memory"
     );
     let rest = bytes.get(3..).unwrap_or_default();
-    let expected = format!("Linux\n{boot}0\n1\nlater\n{cgroups}{bytes}{rest}{value}\n0\n");
+    let expected = format!("Linux\n{boot}cpu \nlisted\n0\n1\nlater\n{cgroups}{bytes}{rest}{value}\n0\n");
     container.run(&["sh", "-c", &script])?.prints(&expected)?.fails_with("Read-only file system")?;
     let came = fs::read_to_string(made.join(written))?;
     ensure!(came.trim() == value, "expected  {value} in {written} on the host\ncame      {came:?}");

@@ -62,14 +62,17 @@ fn log_long_lines(host: &Host) -> Result<()> {
 
 fn log_reopened(host: &Host) -> Result<()> {
     let pod = Pod::start(host)?;
-    let script = "echo before; while [ ! -e /go ]; do sleep 0.1; done; echo after";
+    // It runs on: its end would kill the exec that lets it go on.
+    let script = "echo before; while [ ! -e /go ]; do sleep 0.1; done; echo after; exec sleep 1000";
     let container = pod.container().start(&["sh", "-c", script])?;
     container.wait_for("before\n")?;
     let rotated = container.log_file().with_extension("log.1");
     fs::rename(container.log_file(), &rotated)?;
     host.pods()?.client().call(ReopenContainerLogRequest::from(container.id()))?;
     container.exec(&["touch", "/go"])?.succeeds()?;
-    container.finish()?.succeeds()?.prints("after\n")?;
+    container.wait_for("after\n")?;
+    let after = container.log()?.stdout;
+    ensure!(after == b"after\n", "expected  the later line alone\ncame      {}", after.escape_ascii());
     let before = fs::read_to_string(&rotated)?;
     ensure!(before.ends_with(" before\n"), "expected  the earlier line\ncame      {before:?}");
     Ok(())
