@@ -97,8 +97,8 @@ impl Limits {
         // A file that the host renames or removes can be read as long as it has a descriptor.
         let opened = 4096.min(files / 8);
         Self {
-            // The guest drops the files that nobody uses when it knows 81,920 of a file system
-            // (kernel-config/patches/fuse-many-inodes.patch). So these limits are for what is in use, and for guests
+            // The guest drops files that nobody uses when it knows 81,920 of a file system, or 114,688 of an exclusive
+            // one (kernel-config/patches/fuse-many-inodes.patch). So these limits are for what is in use, and for guests
             // with another kernel.
             nodes: nodes::Limits {
                 idle: 1 << 17,
