@@ -3,15 +3,44 @@
 use std::{
     fs::File,
     io,
-    os::fd::{AsFd, AsRawFd},
+    os::fd::{AsFd, AsRawFd, OwnedFd},
+    path::Path,
 };
 
-use rustix::fs::{FileType, Mode, OFlags, ResolveFlags, fstat, open, openat2};
+use rustix::{
+    fs::{FileType, Mode, OFlags, ResolveFlags, fstat, open, openat2},
+    io::Errno,
+};
+
+/// How often a path is looked up. The kernel cannot tell whether a `..` leads out of the tree if anything anywhere is
+/// renamed or mounted at the same moment, and returns EAGAIN then (openat2(2)).
+const MAX_ATTEMPTS: usize = 1000;
+
+/// Opens what is at `path` in a tree as a place only (O_PATH). `resolve` says where symbolic links may lead.
+pub(crate) fn place_below(
+    tree: impl AsFd,
+    path: impl AsRef<Path>,
+    flags: OFlags,
+    resolve: ResolveFlags,
+) -> Result<OwnedFd, Errno> {
+    let (path, flags) = (path.as_ref(), flags | OFlags::PATH | OFlags::CLOEXEC);
+    attempt(|| openat2(&tree, path, flags, Mode::empty(), resolve))
+}
+
+fn attempt<T>(mut open: impl FnMut() -> Result<T, Errno>) -> Result<T, Errno> {
+    let mut attempts = 1;
+    loop {
+        match open() {
+            Err(Errno::AGAIN) if attempts < MAX_ATTEMPTS => attempts += 1,
+            opened => return opened,
+        }
+    }
+}
 
 /// Opens a file of a tree to read it. `resolve` says where symbolic links may lead. InvalidInput: it is no regular
 /// file. Such a one is not opened: to open a device node of the tree has effects on the host.
 pub(crate) fn open_below(tree: impl AsFd, path: &str, resolve: ResolveFlags) -> io::Result<File> {
-    let place = openat2(tree, path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty(), resolve)?;
+    let place = place_below(tree, path, OFlags::empty(), resolve)?;
     if FileType::from_raw_mode(fstat(&place)?.st_mode) != FileType::RegularFile {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is no regular file"));
     }
@@ -53,5 +82,25 @@ mod tests {
         {
             assert_eq!(opened("device").unwrap_err().kind(), io::ErrorKind::InvalidInput);
         }
+    }
+
+    #[test]
+    fn a_lookup_is_repeated_but_not_for_ever() {
+        let mut attempts = 0;
+        let third = attempt(|| {
+            attempts += 1;
+            if attempts < 3 { Err(Errno::AGAIN) } else { Ok(attempts) }
+        });
+        assert_eq!(third, Ok(3));
+        let never = |errno| {
+            let mut attempts = 0;
+            let failed = attempt(|| -> Result<(), Errno> {
+                attempts += 1;
+                Err(errno)
+            });
+            (failed, attempts)
+        };
+        assert_eq!(never(Errno::AGAIN), (Err(Errno::AGAIN), MAX_ATTEMPTS));
+        assert_eq!(never(Errno::NOENT), (Err(Errno::NOENT), 1));
     }
 }

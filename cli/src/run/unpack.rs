@@ -15,12 +15,13 @@ use flate2::read::MultiGzDecoder;
 use rustix::{
     fs::{
         AtFlags, Dir, FileType, Gid, Mode, OFlags, ResolveFlags, Timespec, Timestamps, Uid, XattrFlags,
-        chownat, fchmod, fsetxattr, linkat, mkdirat, mknodat, openat, openat2, statat, symlinkat, unlinkat,
-        utimensat,
+        chownat, fchmod, fsetxattr, linkat, mkdirat, mknodat, openat, statat, symlinkat, unlinkat, utimensat,
     },
     io::Errno,
 };
 use tar::{Archive, Entry, EntryType, Header};
+
+use crate::process::regular_file::place_below;
 
 /// What the names of a layer that remove something begin with (OCI image-spec, layer.md, whiteouts).
 const WHITEOUT: &[u8] = b".wh.";
@@ -433,8 +434,7 @@ fn relative(name: &[u8]) -> Result<PathBuf, Reason> {
 /// Opens a directory. Symlinks on the way are resolved as if `root` were `/`.
 fn open_in(root: impl AsFd, path: &Path) -> Result<OwnedFd, Errno> {
     let path = if path.as_os_str().is_empty() { Path::new(".") } else { path };
-    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    openat2(root, path, flags, Mode::empty(), ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS)
+    place_below(root, path, OFlags::DIRECTORY, ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS)
 }
 
 fn type_of(place: &Place) -> Result<Option<FileType>, Errno> {

@@ -1,6 +1,8 @@
 use std::{
     fs,
     os::unix::fs::{MetadataExt, PermissionsExt, symlink},
+    sync::atomic::{AtomicBool, Ordering},
+    thread,
 };
 
 use flate2::{Compression, write::GzEncoder};
@@ -290,4 +292,28 @@ fn a_whiteout_is_empty_and_counts_once() {
     let entries = [("opaque/", DIRECTORY, ""), opaque, ("opaque/new", REGULAR, "new"), opaque];
     roots.unpack(Kind::Layer, &entries).unwrap();
     assert_eq!(roots.text("opaque/new"), "new");
+}
+
+#[test]
+fn what_is_renamed_elsewhere_does_not_disturb() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    fs::create_dir_all(at("root/a")).unwrap();
+    symlink("../a", at("root/a/link")).unwrap();
+    fs::write(at("renamed"), "").unwrap();
+    let root = File::open(at("root")).unwrap();
+    let stop = AtomicBool::new(false);
+    let failed = thread::scope(|scope| {
+        scope.spawn(|| {
+            while !stop.load(Ordering::Relaxed) {
+                fs::rename(at("renamed"), at("again")).unwrap();
+                fs::rename(at("again"), at("renamed")).unwrap();
+            }
+        });
+        let opened = (0..20_000).map(|_| open_in(&root, Path::new("a/link")));
+        let failed: Vec<_> = opened.filter_map(Result::err).collect();
+        stop.store(true, Ordering::Relaxed);
+        failed
+    });
+    assert!(failed.is_empty(), "{}: {:?}", failed.len(), failed.first());
 }
