@@ -28,6 +28,9 @@ const MOST_JSON: u64 = 4 << 20;
 const MOST_FILES: usize = 1 << 16;
 const MOST_LAYERS: usize = 512;
 
+/// The most MiB of the names of an archive's files and of what its links lead to. They are in memory.
+const MOST_NAMES_MIB: usize = if cfg!(test) { 1 } else { 64 };
+
 /// How deep an index of images may be in another.
 const DEEPEST: usize = 3;
 
@@ -50,6 +53,8 @@ pub(crate) enum ImageError {
         "it has neither index.json nor manifest.json, so it is no image; is it an archive for --archive?"
     )]
     NoImage,
+    #[error("the names of its files take more than {MOST_NAMES_MIB} MiB")]
+    Names,
     #[error("{0} is not in it")]
     Missing(String),
     #[error("{name}: {reason}")]
@@ -280,7 +285,10 @@ impl Blobs {
             return Err(ImageError::NoImage);
         }
         file.seek(SeekFrom::Start(0)).map_err(ImageError::Open)?;
-        let (mut files, mut links) = (HashMap::new(), Vec::new());
+        let (mut files, mut links, mut room) = (HashMap::new(), Vec::new(), MOST_NAMES_MIB << 20);
+        let mut take = |text: &String| {
+            room.checked_sub(text.capacity()).map(|left| room = left).ok_or(ImageError::Names)
+        };
         let (headers, limit) = unpack::Headers::new(&file);
         for entry in Archive::new(headers).entries_with_seek().map_err(ImageError::Open)? {
             let entry = entry.map_err(ImageError::Open)?;
@@ -295,13 +303,17 @@ impl Blobs {
             let kind = entry.header().entry_type();
             match entry.link_name_bytes().filter(|target| target.len() <= unpack::LONGEST_NAME) {
                 _ if kind == EntryType::Regular => {
+                    take(&name)?;
                     files.insert(name, (entry.raw_file_position(), entry.size()));
                 }
                 Some(target) if kind.is_symlink() || kind.is_hard_link() => {
                     // The target of a hard link is a name in the archive.
                     let from = if kind.is_symlink() { Path::new(&name).parent() } else { None };
                     let to = target_of(from, Path::new(&*String::from_utf8_lossy(&target)));
-                    links.extend(to.map(|to| (name, to)));
+                    if let Some(to) = to {
+                        take(&name).and_then(|()| take(&to))?;
+                        links.push((name, to));
+                    }
                 }
                 _ => {}
             }

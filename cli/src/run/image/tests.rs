@@ -1,4 +1,4 @@
-use std::fs;
+use std::{ffi::OsStr, fs, os::unix::ffi::OsStrExt};
 
 use serde_json::{Value, json};
 use tar::{Builder, Header};
@@ -233,4 +233,32 @@ fn what_is_no_image_is_refused() {
     for digest in ["sha256:../../../etc/passwd", "sha512:00", "x"] {
         assert!(error_of(&outside(digest)).ends_with("only digests by sha256 are supported"));
     }
+}
+
+#[test]
+fn names_that_take_too_much_memory_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let archive = dir.path().join("image.tar");
+    // Each byte of such a name is three bytes of text.
+    let names = |count: usize, of_link: bool| {
+        let mut tar = Builder::new(Vec::new());
+        for number in 0..count {
+            let long = [format!("{number}/").into_bytes(), vec![0xff; 3000]].concat();
+            let long = Path::new(OsStr::from_bytes(&long));
+            let mut header = Header::new_gnu();
+            header.set_size(0);
+            if of_link {
+                header.set_entry_type(EntryType::Link);
+                tar.append_link(&mut header, long, long).unwrap();
+            } else {
+                tar.append_data(&mut header, long, io::empty()).unwrap();
+            }
+        }
+        fs::write(&archive, tar.into_inner().unwrap()).unwrap();
+        unpacked(&archive).unwrap_err()
+    };
+    let expected = "the names of its files take more than 1 MiB";
+    // 100 names of 9,000 bytes are less, and names and targets together are more.
+    assert!(names(100, false).starts_with("it has neither"));
+    assert_eq!((names(120, false).as_str(), names(60, true).as_str()), (expected, expected));
 }
