@@ -51,33 +51,13 @@ fn install_within(out: &mut impl Write, options: &Options, within: Duration) -> 
     options.check_containerd(&containerd)?;
     options.check_only(&containerd)?;
     let is_changed = configure(out, options, &containerd)?;
-    let (record, mut written) = (Record::read(options)?, Vec::new());
-    for (name, text) in OWN_FILES {
-        let own = options.at(name);
-        match read(&own)? {
-            None => {
-                write(&own, text)?;
-                say(out, &format!("wrote {}", own.display()))?;
-            }
-            Some(found) if found == text => say(out, &format!("kept {}", own.display()))?,
-            Some(found) if record.has(name, &found) => {
-                write_over(&own, Some(&found), text)?;
-                say(out, &format!("wrote {}: it was that of another version", own.display()))?;
-            }
-            Some(_) => {
-                say(out, &kept(&own))?;
-                continue;
-            }
-        }
-        written.push((name, text));
-    }
-    record.update(options, &written)?;
+    let mut steps = Steps { out, errors: Vec::new() };
+    let written = write_own(&mut steps, options)?;
     let has_manifest = written.iter().any(|(name, _)| *name == MANIFEST);
     if !is_changed {
-        say(out, AS_IT_WAS)?;
+        say(steps.out, AS_IT_WAS)?;
     }
     // An old file that stays must not keep containerd from its configuration.
-    let mut steps = Steps { out, errors: Vec::new() };
     steps.take(|out| archive_files::remove_older(out, options));
     steps.take(|_| remove_kept_program(&options.at(KEPT_PROGRAM)));
     steps.take(|out| finish(out, options, &containerd, &Restart { is_changed, also_if_down: true }));
@@ -96,6 +76,48 @@ fn install_within(out: &mut impl Write, options: &Options, within: Duration) -> 
         return disabled.map_or(Ok(()), |finding| finding.print(out).map_err(CommandError::Output));
     }
     say_of_network(out, Path::new("/"), containerd.configuration(), containerd.generator())
+}
+
+/// Writes the other files, unless somebody has edited them. Returns those that are as this version writes them, with
+/// their texts.
+fn write_own<W: Write>(
+    steps: &mut Steps<'_, W>,
+    options: &Options,
+) -> Result<Vec<(&'static str, &'static str)>, CommandError> {
+    let record = Record::read(steps.out, options)?;
+    let (mut own, mut new) = (Vec::new(), Vec::new());
+    for (name, text) in OWN_FILES {
+        let found = read(&options.at(name))?;
+        match &found {
+            Some(found) if found == text => {}
+            Some(found) if !record.has(name, found) => {
+                say(steps.out, &kept(&options.at(name)))?;
+                continue;
+            }
+            _ => new.push((name, text)),
+        }
+        own.push((name, text, found));
+    }
+    let has_begun = steps.take(|_| record.begin(options, &new).map(|()| true));
+    for (name, text, found) in &own {
+        let path = options.at(name);
+        match found {
+            None => {
+                write(&path, text)?;
+                say(steps.out, &format!("wrote {}", path.display()))?;
+            }
+            Some(found) if found == text => say(steps.out, &format!("kept {}", path.display()))?,
+            Some(found) => {
+                write_over(&path, Some(found), text)?;
+                say(steps.out, &format!("wrote {}: it was that of another version", path.display()))?;
+            }
+        }
+    }
+    let own: Vec<_> = own.into_iter().map(|(name, text, _)| (name, text)).collect();
+    if has_begun {
+        steps.take(|_| record.end(options, &own));
+    }
+    Ok(own)
 }
 
 /// Later it would undo this installation.

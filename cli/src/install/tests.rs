@@ -8,7 +8,12 @@ use std::{
     thread,
 };
 
-use super::{options::DROP_IN, steps::write_over, uninstall::uninstall_within, *};
+use super::{
+    options::{DROP_IN, OWN_RECORD},
+    steps::write_over,
+    uninstall::uninstall_within,
+    *,
+};
 use crate::containerd::{CRI_V2, CRI_V3, ContainerdConfig, IMPORTED, RECORD, recorded};
 
 /// How long a test waits for a lock that nobody gives back.
@@ -165,6 +170,81 @@ fn a_file_of_another_version_that_nobody_has_edited_is_replaced() {
     older();
     uninstall(&mut Vec::new(), &options(dir.path())).unwrap();
     assert_eq!(tree(dir.path()), before);
+}
+
+#[test]
+fn a_record_of_digests_that_is_damaged_keeps_nothing_else() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |path: &str| dir.path().join(path.trim_start_matches('/'));
+    fs::create_dir_all(at("etc/containerd")).unwrap();
+    fs::write(at("etc/containerd/config.toml"), "version = 2\n").unwrap();
+    let before = tree(dir.path());
+    install(&mut Vec::new(), &options(dir.path())).unwrap();
+    let installed = tree(dir.path());
+    fs::write(at(OWN_RECORD), b"\xff").unwrap();
+    let again = said(|out| install(out, &options(dir.path())));
+    assert!(again.contains("installed-files: cannot read it"), "{again}");
+    assert_eq!(tree(dir.path()), installed);
+    // One that cannot be written either fails, when all else is done.
+    fs::remove_file(at(OWN_RECORD)).unwrap();
+    fs::create_dir_all(at(OWN_RECORD).join("x")).unwrap();
+    fs::create_dir_all(at(KEPT_PROGRAM)).unwrap();
+    fs::remove_file(at(MANIFEST)).unwrap();
+    fs::write(at("etc/containerd/config.toml"), "version = 2\n").unwrap();
+    let mut out = Vec::new();
+    let error = install(&mut out, &options(dir.path())).unwrap_err().to_string();
+    assert!(error.ends_with("installed-files: cannot write it"), "{error}");
+    let said_of_it = String::from_utf8(out).unwrap();
+    assert!(said_of_it.contains("systemctl restart containerd"), "{said_of_it}");
+    assert!(!at(KEPT_PROGRAM).exists() && at(MANIFEST).exists());
+    // A removal needs nothing of it.
+    fs::remove_dir_all(at(OWN_RECORD)).unwrap();
+    fs::write(at(OWN_RECORD), b"\xff").unwrap();
+    uninstall(&mut Vec::new(), &options(dir.path())).unwrap();
+    assert_eq!(tree(dir.path()), before);
+}
+
+#[test]
+fn what_an_installation_has_written_that_was_killed_is_known() {
+    use sha2::{Digest, Sha256};
+    let dir = tempfile::tempdir().unwrap();
+    let at = |path: &str| dir.path().join(path.trim_start_matches('/'));
+    fs::create_dir_all(at("etc/containerd")).unwrap();
+    fs::write(at("etc/containerd/config.toml"), "version = 2\n").unwrap();
+    fs::create_dir_all(at("etc/bulkhead")).unwrap();
+    let line = |name: &str, text: &str| format!("{:x}  {name}\n", Sha256::digest(text));
+    let older = OWN_FILES.map(|(name, _)| line(name, "# older\n"));
+    OWN_FILES.iter().for_each(|(name, _)| fs::write(at(name), "# older\n").unwrap());
+    fs::write(at(OWN_RECORD), older.concat()).unwrap();
+    // It ends at the last file, which cannot be written.
+    let obstacle = at(&format!("{MANIFEST}.bulkhead-new"));
+    fs::create_dir_all(&obstacle).unwrap();
+    install(&mut Vec::new(), &options(dir.path())).unwrap_err();
+    let record = fs::read_to_string(at(OWN_RECORD)).unwrap();
+    for (name, text) in OWN_FILES {
+        assert!(record.contains(&line(name, text)), "{record}");
+        assert!(record.contains(&line(name, "# older\n")), "{record}");
+    }
+    fs::remove_dir(obstacle).unwrap();
+    install(&mut Vec::new(), &options(dir.path())).unwrap();
+    let record = fs::read_to_string(at(OWN_RECORD)).unwrap();
+    assert_eq!(record, OWN_FILES.map(|(name, text)| line(name, text)).concat());
+}
+
+#[test]
+fn digests_are_forgotten_with_the_last_of_their_files() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |path: &str| dir.path().join(path.trim_start_matches('/'));
+    fs::create_dir_all(at("etc/containerd")).unwrap();
+    fs::write(at("etc/containerd/config.toml"), "version = 2\n").unwrap();
+    install(&mut Vec::new(), &options(dir.path())).unwrap();
+    fs::remove_file(at(MANIFEST)).unwrap();
+    fs::create_dir_all(at(MANIFEST)).unwrap();
+    uninstall(&mut Vec::new(), &options(dir.path())).unwrap_err();
+    assert!(at(OWN_RECORD).exists());
+    fs::remove_dir(at(MANIFEST)).unwrap();
+    uninstall(&mut Vec::new(), &options(dir.path())).unwrap();
+    assert!(!at("etc/bulkhead").exists());
 }
 
 #[test]

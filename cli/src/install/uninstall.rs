@@ -75,12 +75,16 @@ pub(super) fn uninstall_within(
         steps.take(|_| check_without_handlers(options, &path));
     }
     let is_removed = steps.errors.is_empty();
-    let of_files = steps.take(|_| Record::read(options));
+    let of_files = steps.take(|out| Record::read(out, options));
+    let errors = steps.errors.len();
     for (name, text) in OWN_FILES {
         let is_own = |found: &str| found == text || of_files.has(name, found);
         steps.take(|out| remove_own(out, &options.at(name), is_own));
     }
-    steps.take(|_| own_files::forget(options));
+    // Another try must know the files that are still there.
+    if steps.errors.len() == errors {
+        steps.take(|_| own_files::forget(options));
+    }
     steps.take(|out| archive_files::forget(out, options));
     for name in OWN_FILES.map(|(name, _)| name).into_iter().chain([RECORD, ARCHIVE_RECORD, OWN_RECORD]) {
         steps.take(|_| remove_unfinished(&options.at(name)));
