@@ -112,7 +112,7 @@ async fn exec_in(
 ) -> Result<u8, ExecError> {
     let prepared = tokio::select! {
         biased;
-        signal = signals.next() => Err(interrupted(signal).into()),
+        came = signals.next() => Err(interrupted(came.signal).into()),
         prepared = prepare(directory, target, options) => prepared,
     };
     let Prepared { process, spec, fifos } = match prepared {
@@ -125,7 +125,7 @@ async fn exec_in(
     let status = run(&process, spec, fifos, signals).await;
     let removed = tokio::select! {
         removed = process.remove() => removed,
-        signal = signals.next() => Err(interrupted(signal)),
+        came = signals.next() => Err(interrupted(came.signal)),
     };
     match removed {
         Err(error) if has_shim(target) => {
@@ -182,10 +182,10 @@ async fn run(process: &Process, spec: Vec<u8>, fifos: Fifos, signals: &mut Signa
     let mut started = pin!(process.start());
     tokio::select! {
         biased;
-        signal = signals.next() => {
+        came = signals.next() => {
             // Only one that has started can be ended.
             _ = timeout(INTERRUPTED, started).await;
-            return Err(interrupted(signal).into());
+            return Err(interrupted(came.signal).into());
         }
         result = &mut started => result?,
     }

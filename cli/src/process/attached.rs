@@ -10,7 +10,7 @@ use tokio::{
 use crate::process::{
     client::Process,
     error::ProcessError,
-    signals::{SIGKILL, Signals},
+    signals::{Came, Event, SIGKILL, Signals},
     streams::{self, Fifos, Outputs, Tail},
     terminal::{self, RawTerminal},
 };
@@ -24,31 +24,21 @@ const DRAIN: Duration = Duration::from_millis(if cfg!(test) { 200 } else { 10_00
 /// The most of a program's output that is in the pipes and buffers between it and this command when it has ended.
 const BUFFERED: u64 = if cfg!(test) { 64 } else { 1 << 20 };
 
-/// Signals within this time after the first one come from the same event: timeout(1) signals its child and then the
-/// group of it, and systemd can send SIGHUP right after SIGTERM. None of them is the second one that kills.
-const TOGETHER: Duration = Duration::from_secs(1);
-
-/// The signals that were passed on.
+/// The signals of the first event that were passed on: the bit N is the signal N.
 #[derive(Debug, Default)]
-struct Passed {
-    first: Option<Instant>,
-    last: Option<i32>,
-}
+struct Passed(u64);
 
 impl Passed {
-    /// What the program gets of a signal that comes `now`. None: nothing, because it has just got the same one. A
-    /// program may take that for the wish to end at once.
-    fn pass(&mut self, signal: i32, now: Instant) -> Option<i32> {
-        if self.first.is_some() && !self.is_with_first(now) {
+    /// What the program gets of a signal. None: nothing, because it has just got the same one. A program may take that
+    /// for the wish to end at once.
+    fn pass(&mut self, came: Came) -> Option<i32> {
+        if came.event == Event::Another {
             return Some(SIGKILL);
         }
-        self.first.get_or_insert(now);
-        (self.last.replace(signal) != Some(signal)).then_some(signal)
-    }
-
-    /// Whether a signal that comes `now` belongs to the first one.
-    fn is_with_first(&self, now: Instant) -> bool {
-        self.first.is_some_and(|first| now.saturating_duration_since(first) < TOGETHER)
+        let bit = 1_u64 << came.signal;
+        let is_new = self.0 & bit == 0;
+        self.0 |= bit;
+        is_new.then_some(came.signal)
     }
 }
 
@@ -115,9 +105,9 @@ pub(crate) async fn follow(
     let status = loop {
         tokio::select! {
             status = &mut exited => break Some(status?),
-            signal = signals.next() => {
+            came = signals.next() => {
                 let is_killed = ending == Ending::TimedOut;
-                let signal = if is_killed { Some(SIGKILL) } else { passed.pass(signal, Instant::now()) };
+                let signal = if is_killed { Some(SIGKILL) } else { passed.pass(came) };
                 ending = ending.after_signal();
                 if let Some(signal) = signal {
                     give_up = kill(process, signal).await.or(give_up);
@@ -142,14 +132,7 @@ pub(crate) async fn follow(
     };
     // A reader that takes no more does not keep what has an end.
     let until = deadline.map(|deadline| deadline.max(Instant::now() + DRAIN));
-    let cancelled = async {
-        loop {
-            signals.next().await;
-            if !passed.is_with_first(Instant::now()) {
-                break;
-            }
-        }
-    };
+    let cancelled = async { while signals.next().await.event == Event::Same {} };
     let drained = outputs.drain(DRAIN, BUFFERED, cancelled, at(until)).await;
     match written.and(drained) {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(ProcessError::Output(error)),
@@ -188,15 +171,17 @@ mod tests {
 
     #[test]
     fn signals_of_one_event_are_not_a_second_one() {
-        let begun = Instant::now();
         let mut passed = Passed::default();
-        assert!(!passed.is_with_first(begun));
-        assert_eq!(passed.pass(SIGTERM, begun), Some(SIGTERM));
+        let mut pass = |signal, event| passed.pass(Came { signal, event });
+        assert_eq!(pass(SIGTERM, Event::First), Some(SIGTERM));
         // The program gets each of them once, as those of a process on the host that are pending.
-        assert_eq!(passed.pass(SIGTERM, begun), None);
-        assert_eq!(passed.pass(SIGHUP, begun + TOGETHER / 2), Some(SIGHUP));
-        assert!(passed.is_with_first(begun + TOGETHER / 2) && !passed.is_with_first(begun + TOGETHER));
-        assert_eq!(passed.pass(SIGTERM, begun + TOGETHER), Some(SIGKILL));
-        assert_eq!(passed.pass(SIGHUP, begun + TOGETHER * 9), Some(SIGKILL));
+        assert_eq!(pass(SIGTERM, Event::Same), None);
+        assert_eq!(pass(SIGHUP, Event::Same), Some(SIGHUP));
+        for again in [SIGTERM, SIGHUP] {
+            assert_eq!(pass(again, Event::Same), None);
+        }
+        for signal in [SIGTERM, SIGHUP] {
+            assert_eq!(pass(signal, Event::Another), Some(SIGKILL));
+        }
     }
 }

@@ -43,7 +43,7 @@ impl Limits {
     pub(super) async fn wait<T>(&mut self, work: impl Future<Output = T>) -> Result<T, RunError> {
         tokio::select! {
             biased;
-            signal = self.signals.next() => Err(interrupted(signal).into()),
+            came = self.signals.next() => Err(interrupted(came.signal).into()),
             error = late(self.deadline) => Err(error),
             done = work => Ok(done),
         }
@@ -111,7 +111,7 @@ mod tests {
 
     fn limits(after: Duration) -> Limits {
         let deadline = Deadline::new(std::time::Instant::now(), after);
-        Limits { signals: Signals::catch().unwrap(), deadline }
+        Limits { signals: Signals::of_test().1, deadline }
     }
 
     #[tokio::test]
