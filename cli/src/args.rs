@@ -154,7 +154,7 @@ pub(crate) enum Command {
     /// Runs a program in a microVM without containerd, for example a test.
     ///
     /// Standard input, output and error are the program's. SIGINT, SIGTERM and SIGHUP are passed on to it. A second
-    /// signal kills it.
+    /// signal kills it, if it comes at least one second after the first.
     ///
     /// Exit status: that of the program, 128 + N after signal N, 124 after --timeout, 125 if Bulkhead fails, 126 if
     /// the program cannot be executed, 127 if there is none.
@@ -164,7 +164,8 @@ pub(crate) enum Command {
     /// The program has the environment, the user, the working directory and the privileges of the container's own
     /// program, where no option says otherwise. The shim of the pod is asked for it, so this works for the pods of
     /// `bulkhead run` too, but no client of containerd knows of the program: use kubectl, docker, crictl or ctr where
-    /// you can. SIGINT, SIGTERM and SIGHUP are passed on to the program. A second signal kills it.
+    /// you can. SIGINT, SIGTERM and SIGHUP are passed on to the program. A second signal kills it, if it comes at least
+    /// one second after the first.
     ///
     /// Exit status: that of the program, 128 + N after signal N, 125 if Bulkhead fails, 126 if the program cannot be
     /// executed, 127 if there is none.

@@ -19,6 +19,8 @@ pub(crate) enum ExecError {
     Find(#[from] CommandError),
     #[error(transparent)]
     Process(#[from] ProcessError),
+    #[error("ended by a signal while the program was being started; it may have run")]
+    MayHaveRun { status: u8 },
     #[error(
         "the pod {pod} cannot be looked at: it is made or removed at this moment, or its journal is damaged; try again, \
          and see what `bulkhead ps` says"
@@ -73,6 +75,7 @@ impl ExecError {
     pub(super) fn status(&self) -> u8 {
         match self {
             Self::Process(error) => error.status(),
+            Self::MayHaveRun { status } => *status,
             _ => FAILED,
         }
     }

@@ -26,7 +26,7 @@ use crate::process::{
     attached,
     client::Process,
     runtime,
-    signals::{KILLED, Signals, interrupted},
+    signals::{Event, KILLED, Signals, interrupted, status_of},
     streams::{Fifos, Tail},
     terminal,
 };
@@ -123,9 +123,15 @@ async fn exec_in(
         }
     };
     let status = run(&process, spec, fifos, signals).await;
-    let removed = tokio::select! {
-        removed = process.remove() => removed,
-        came = signals.next() => Err(interrupted(came.signal)),
+    // The first event, which may have more signals to come, must not keep the program from being killed.
+    let mut removal = pin!(process.remove());
+    let removed = loop {
+        tokio::select! {
+            removed = &mut removal => break removed,
+            came = signals.next() => if came.event == Event::Another {
+                break Err(interrupted(came.signal));
+            },
+        }
     };
     match removed {
         Err(error) if has_shim(target) => {
@@ -185,7 +191,7 @@ async fn run(process: &Process, spec: Vec<u8>, fifos: Fifos, signals: &mut Signa
         came = signals.next() => {
             // Only one that has started can be ended.
             _ = timeout(INTERRUPTED, started).await;
-            return Err(interrupted(came.signal).into());
+            return Err(ExecError::MayHaveRun { status: status_of(came.signal) });
         }
         result = &mut started => result?,
     }

@@ -17,10 +17,17 @@ use containerd_shim_protos::{
 };
 use protobuf::well_known_types::empty::Empty;
 use serde_json::{Value, json};
+use tokio::{
+    sync::mpsc::Sender,
+    time::{Instant, sleep},
+};
 use ttrpc::r#async::{Server, TtrpcContext};
 
 use super::*;
-use crate::process::options;
+use crate::process::{options, signals::TOGETHER};
+
+const SIGHUP: i32 = 1;
+const SIGTERM: i32 = 15;
 
 /// A shim with one container.
 #[derive(Debug)]
@@ -32,6 +39,14 @@ struct FakeShim {
     /// Whether a child of the program writes on after the end of the program, until the shim forgets the program.
     has_child: bool,
     is_forgotten: Arc<AtomicBool>,
+    /// What this command gets while it waits for the start, which takes some time then: signals, and when they come.
+    signals: &'static [(i32, Duration)],
+    sender: Mutex<Option<Sender<(i32, Instant)>>>,
+    /// Whether the program runs until it is killed.
+    has_to_be_killed: bool,
+    is_killed: AtomicBool,
+    /// Whether there is no answer to the request to forget the program.
+    is_silent: bool,
     /// Each request, in its order.
     asked: Mutex<Vec<String>>,
     added: Mutex<Option<api::ExecProcessRequest>>,
@@ -71,6 +86,11 @@ impl Task for FakeShim {
         for stream in [&added.stdout, &added.stderr] {
             drop(OpenOptions::new().read(true).write(true).open(stream).unwrap());
         }
+        let sender = self.sender.lock().unwrap().take().unwrap();
+        for (signal, after) in self.signals {
+            sender.send((*signal, Instant::now() + *after)).await.unwrap();
+            sleep(Duration::from_millis(50)).await;
+        }
         if self.has_child {
             let mut output = OpenOptions::new().write(true).open(&added.stdout).unwrap();
             let is_forgotten = self.is_forgotten.clone();
@@ -88,12 +108,25 @@ impl Task for FakeShim {
         Ok(api::WaitResponse { exit_status: 7, ..Default::default() })
     }
 
+    async fn kill(&self, _: &TtrpcContext, request: api::KillRequest) -> ttrpc::Result<Empty> {
+        self.note("kill", &request.exec_id);
+        self.is_killed.store(true, Ordering::SeqCst);
+        Ok(Empty::new())
+    }
+
     async fn delete(
         &self,
         _: &TtrpcContext,
         request: api::DeleteRequest,
     ) -> ttrpc::Result<api::DeleteResponse> {
         self.note("delete", &request.exec_id);
+        if self.is_silent {
+            std::future::pending().await
+        }
+        if self.has_to_be_killed && !self.is_killed.load(Ordering::SeqCst) {
+            let status = ttrpc::get_status(ttrpc::Code::FAILED_PRECONDITION, "it runs");
+            return Err(ttrpc::Error::RpcStatus(status));
+        }
         self.is_forgotten.store(true, Ordering::SeqCst);
         Ok(api::DeleteResponse::new())
     }
@@ -102,13 +135,17 @@ impl Task for FakeShim {
 /// How `bulkhead exec` ends with this shim, and what it has asked.
 struct Played {
     status: Result<u8, String>,
+    /// Of this command.
+    exit: u8,
     asked: Vec<String>,
     added: Option<api::ExecProcessRequest>,
     is_left: bool,
 }
 
-async fn play(shim: FakeShim) -> Played {
+async fn play(mut shim: FakeShim) -> Played {
     let dir = tempfile::tempdir().unwrap();
+    let (sender, mut signals) = Signals::of_test();
+    shim.sender = Mutex::new(Some(sender));
     let socket = dir.path().join("socket");
     let shim = Arc::new(shim);
     let services = create_task(shim.clone());
@@ -121,9 +158,9 @@ async fn play(shim: FakeShim) -> Played {
     let target = Target { pod: "pod".into(), state, shim_pid, socket, place, spec };
     let options = options(&["pod", "--", "id"]).unwrap();
     let directory = ExecDirectory::create_in(&dir.path().join("execs"), shim_pid).unwrap();
-    let mut signals = Signals::catch().unwrap();
     let status = exec_in(&directory, &target, &options, &mut signals).await;
     Played {
+        exit: status.as_ref().map_or_else(ExecError::status, |status| *status),
         status: status.map_err(|error| error.to_string()),
         asked: shim.asked.lock().unwrap().clone(),
         added: shim.added.lock().unwrap().clone(),
@@ -138,6 +175,11 @@ fn shim() -> FakeShim {
         refusal: None,
         has_child: false,
         is_forgotten: Arc::default(),
+        signals: &[],
+        sender: Mutex::default(),
+        has_to_be_killed: false,
+        is_killed: AtomicBool::default(),
+        is_silent: false,
         asked: Mutex::default(),
         added: Mutex::default(),
     }
@@ -145,7 +187,7 @@ fn shim() -> FakeShim {
 
 #[tokio::test]
 async fn a_process_is_added_followed_and_forgotten() {
-    let Played { status, asked, added, is_left } = play(shim()).await;
+    let Played { status, asked, added, is_left, .. } = play(shim()).await;
     assert_eq!(status, Ok(7));
     let expected = ["state container", "exec process", "start process", "wait process", "delete process"]
         .map(str::to_owned);
@@ -188,4 +230,23 @@ async fn nothing_is_added_to_a_container_that_does_not_run_or_to_another_pod() {
     let played = play(FakeShim { pid: 78, ..shim() }).await;
     assert!(played.status.unwrap_err().contains("another pod with the id pod"));
     assert!(played.added.is_none() && played.asked.is_empty() && !played.is_left);
+}
+
+#[tokio::test]
+async fn a_program_whose_start_was_interrupted_is_killed_whatever_signals_the_event_has() {
+    let signals = &[(SIGTERM, Duration::ZERO), (SIGHUP, Duration::ZERO)];
+    let played = play(FakeShim { signals, has_to_be_killed: true, ..shim() }).await;
+    let error = played.status.unwrap_err();
+    assert!(error.ends_with("while the program was being started; it may have run"), "{error}");
+    assert_eq!(played.exit, 143);
+    let asked = ["delete process", "kill process", "wait process", "delete process"];
+    assert!(played.asked.ends_with(&asked.map(str::to_owned)), "{:?}", played.asked);
+    assert!(!played.is_left);
+}
+
+#[tokio::test]
+async fn a_second_event_ends_a_removal_that_hangs() {
+    let signals = &[(SIGTERM, Duration::ZERO), (SIGTERM, TOGETHER)];
+    let played = timeout(Duration::from_secs(30), play(FakeShim { signals, is_silent: true, ..shim() }));
+    assert_eq!(played.await.unwrap().exit, 143);
 }
