@@ -3,7 +3,10 @@
 use std::{
     os::fd::OwnedFd,
     pin::pin,
-    sync::{Arc, OnceLock},
+    sync::{
+        Arc, OnceLock,
+        atomic::{AtomicBool, Ordering},
+    },
     time::Duration,
 };
 
@@ -82,7 +85,14 @@ async fn late(deadline: Option<Deadline>) -> RunError {
 
 /// A program of the host that a thread starts and waits for.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Helper(Arc<OnceLock<OwnedFd>>);
+pub(super) struct Helper(Arc<HelperState>);
+
+#[derive(Debug, Default)]
+struct HelperState {
+    process: OnceLock<OwnedFd>,
+    /// It may not have been started yet.
+    is_killed: AtomicBool,
+}
 
 impl Helper {
     /// It has been started, and nobody has waited for it yet.
@@ -90,12 +100,20 @@ impl Helper {
         let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
         // Without a descriptor it ends at its own limit.
         if let Some(process) = pid.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok()) {
-            _ = self.0.set(process);
+            _ = self.0.process.set(process);
+        }
+        if self.0.is_killed.load(Ordering::SeqCst) {
+            self.signal();
         }
     }
 
     fn kill(&self) {
-        if let Some(process) = self.0.get() {
+        self.0.is_killed.store(true, Ordering::SeqCst);
+        self.signal();
+    }
+
+    fn signal(&self) {
+        if let Some(process) = self.0.process.get() {
             // An error: it has ended.
             _ = pidfd_send_signal(process, Signal::KILL);
         }
@@ -145,6 +163,12 @@ mod tests {
         // The kill was its end.
         let killed = done.unwrap().unwrap().unwrap_err();
         assert!(killed.contains("signal: 9"), "{killed}");
+        // One that begins after that is killed too.
+        let (helper, late) = (Helper::default(), Command::new("sleep").arg("600").spawn());
+        helper.kill();
+        let mut late = late.unwrap();
+        helper.begin(late.id());
+        assert!(!late.wait().unwrap().success());
         // One that ends soon is not killed.
         let (helper, work) = run("0.02");
         let (_, done) = limits.wait_for(&helper, work).await.unwrap_err();
