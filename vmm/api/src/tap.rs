@@ -30,10 +30,12 @@ struct Request {
 }
 
 /// Makes the tap device `name` in the network namespace of this thread, with this many queues. Each file is a queue.
-/// Reads and writes do not block. The kernel removes the device when all of them are closed.
+/// Reads and writes do not block. The kernel removes the device when all of them are closed. It is an error if there is
+/// one of this name: with several queues, these would become queues of another VMM's.
 pub fn create(name: &str, queues: usize) -> io::Result<Vec<File>> {
     let several = if queues > 1 { libc::IFF_MULTI_QUEUE } else { 0 };
-    (0..queues).map(|_| open_queue(name, FLAGS | several)).collect()
+    let new = |queue| if queue == 0 { libc::IFF_TUN_EXCL } else { 0 };
+    (0..queues).map(|queue| open_queue(name, FLAGS | several | new(queue))).collect()
 }
 
 /// Makes the device with its first queue, or adds a queue to the device.

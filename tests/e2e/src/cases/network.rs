@@ -11,7 +11,7 @@ use anyhow::{Context, Result, ensure};
 use super::Case;
 use crate::command::{Cmd, Finished, wait_until};
 use crate::ctr::{Container, Host, Task};
-use crate::fixtures::{Replaced, digest, noise};
+use crate::fixtures::{Replaced, digest, noise, scratch};
 use crate::network::{
     Bridge, GATEWAY, GATEWAY6, MTU, Namespace, address, address_in, address6, gateway, ip, mac,
 };
@@ -810,8 +810,18 @@ fn later_parameters(host: &Host) -> Result<()> {
 fn shared_namespace(host: &Host) -> Result<()> {
     let bridge = Bridge::new()?;
     let namespace = bridge.namespace(2)?;
-    let _task = namespace.container(host).detach(&["sleep", "1000"])?;
-    does_not_start(host, &namespace, &["veth-bulkhead", "an unused name"])?;
+    let directory = scratch()?;
+    let file = directory.path().join("two.toml");
+    // So the taps have several queues, whatever the host has. Another VMM could add its own to them.
+    fs::write(&file, "vcpus = 2\n").context("cannot write a configuration")?;
+    let file = file.display().to_string();
+    let two_vcpus = || namespace.container(host).flags(["--runtime-config-path", &file]);
+    let _task = two_vcpus().detach(&["sleep", "1000"])?;
+    let refused = two_vcpus().run(&["true"])?;
+    for word in ["veth-bulkhead", "an unused name"] {
+        refused.fails_with(word)?;
+    }
+    refused.says_one_line()?;
     // The first one has its network still.
     ping_from_host(&address(2))
 }

@@ -473,6 +473,13 @@ fn the_tap_is_the_cards_alone_and_ends_with_it() {
         let card = card(1500);
         assert!(Tap::create("tap0", 1).is_err());
         drop(card);
+        // Those of another VMM would otherwise become further queues of this one.
+        let several = Tap::create("tap0", 3).unwrap();
+        for queues in [1, 3] {
+            let refused = Tap::create("tap0", queues).err().and_then(|error| error.raw_os_error());
+            assert_eq!(refused, Some(libc::EBUSY), "{queues}");
+        }
+        drop(several);
         assert!(Tap::create("tap0", 1).is_ok());
         assert!(Tap::create("a-name-that-is-too-long", 1).is_err());
     });
