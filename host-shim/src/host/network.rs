@@ -78,9 +78,18 @@ impl CardNumber {
     }
 }
 
-/// Whether an interface is a tap of the VMM.
+/// Whether an interface is a tap of a VMM.
 fn is_tap(name: &str) -> bool {
-    let number = name.strip_prefix(TAP).or_else(|| name.strip_prefix(FORMER_TAP));
+    is_tap_of(name, TAP) || is_former_tap(name)
+}
+
+/// Whether it is one of a VMM that an older version has started.
+fn is_former_tap(name: &str) -> bool {
+    is_tap_of(name, FORMER_TAP)
+}
+
+fn is_tap_of(name: &str, first: &str) -> bool {
+    let number = name.strip_prefix(first);
     number.is_some_and(|number| number.is_empty() || number.parse::<usize>().is_ok())
 }
 
@@ -116,6 +125,17 @@ pub(crate) enum NetworkError {
          before they reach {name}; make {name} in a container of the pod, or outside of this namespace"
     )]
     Stacked { name: String, lower: String },
+    #[error(
+        "interface {name} has tc filters of another program (`tc qdisc show dev {name}` in the pod's network \
+         namespace), but its packets are to go to a microVM; remove them, or give the pod another namespace; what a \
+         pod has left that has ended is removed by `bulkhead gc`"
+    )]
+    Filtered { name: String },
+    #[error(
+        "another microVM is in the pod's network namespace, and its interface is {tap}; give each pod a namespace of \
+         its own"
+    )]
+    Shared { tap: String },
     #[error("interface {interface}: route {route}: {what} is not implemented")]
     Route { interface: String, route: String, what: String },
     #[error("the pod's network namespace: rule {rule}: {what} is not implemented")]

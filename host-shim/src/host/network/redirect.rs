@@ -29,11 +29,14 @@ use rtnetlink::{
     packet_route::{
         RouteNetlinkMessage,
         link::{InfoData, InfoKind, InfoTun, LinkAttribute, LinkInfo, LinkMessage},
-        tc::{TcAttribute, TcHandle, TcMessage},
+        tc::{
+            TcAction, TcActionAttribute, TcActionMirrorOption, TcActionOption, TcAttribute,
+            TcFilterU32Option, TcHandle, TcMessage, TcMirrorActionType, TcOption,
+        },
     },
 };
 
-use super::{NetworkError, dhcp, failed, netns, refused, replies};
+use super::{NetworkError, dhcp, failed, is_tap, netns, refused, replies};
 use crate::types::error::chain;
 
 /// `htons(ETH_P_ALL)`, the protocol of a filter that is to see every packet (tc-u32(8)).
@@ -50,9 +53,56 @@ const MOST_PACKETS: u32 = 1000;
 const NUM_QUEUES: u16 = 8;
 const NUM_DISABLED_QUEUES: u16 = 9;
 
-/// How long the removal of a qdisc is tried while a thread that was given up adds a filter to it.
+/// What the kernel says of a redirect instead of the index of an interface that is gone.
+const GONE: u32 = 0;
+
+/// How long the removal of a qdisc is tried while a thread that was given up adds a filter to it, or while the tap of a
+/// VMM that has ended is there.
 const BUSY: Duration = Duration::from_secs(1);
 const BUSY_PAUSE: Duration = Duration::from_millis(1);
+
+/// What filters the packets that arrive at an interface.
+enum Ingress {
+    Nothing,
+    /// A qdisc as [`redirect`] makes it first, without a filter.
+    Empty,
+    /// A qdisc with filters, which redirect some packets to these interfaces.
+    Filters(Vec<u32>),
+}
+
+/// Whether another program filters what arrives at the interface `index`, and not this pod's VMM, which has these taps.
+pub(super) async fn is_filtered(handle: &Handle, index: u32, taps: &[u32]) -> Result<bool, rtnetlink::Error> {
+    Ok(match ingress(handle, index).await? {
+        Ingress::Nothing => false,
+        Ingress::Empty => true,
+        Ingress::Filters(targets) => !targets.iter().any(|target| taps.contains(target)),
+    })
+}
+
+/// Whether an interface has a redirect to one of these taps or to one that is gone, or the begin of a redirect.
+async fn is_ours(handle: &Handle, index: u32, taps: &[u32]) -> Result<bool, rtnetlink::Error> {
+    Ok(match ingress(handle, index).await? {
+        Ingress::Nothing => false,
+        Ingress::Empty => true,
+        Ingress::Filters(targets) => targets.iter().any(|target| *target == GONE || taps.contains(target)),
+    })
+}
+
+async fn ingress(handle: &Handle, index: u32) -> Result<Ingress, rtnetlink::Error> {
+    let all: Vec<_> = handle.qdisc().get().execute().try_collect().await?;
+    let is_it =
+        |qdisc: &&TcMessage| qdisc.header.index == index as i32 && qdisc.header.parent == TcHandle::INGRESS;
+    let Some(qdisc) = all.iter().find(is_it) else { return Ok(Ingress::Nothing) };
+    // The other kind is `clsact`.
+    if !qdisc.attributes.contains(&TcAttribute::Kind("ingress".into())) {
+        return Ok(Ingress::Filters(Vec::new()));
+    }
+    let filters: Vec<_> = handle.traffic_filter(index as i32).get().ingress().execute().try_collect().await?;
+    if filters.is_empty() {
+        return Ok(Ingress::Empty);
+    }
+    Ok(Ingress::Filters(filters.iter().flat_map(targets).collect()))
+}
 
 /// Connects the interface `index` and the tap `tap` in a network namespace. Answers to a name server there reach it, if
 /// the host's kernel can find them out. Blocks.
@@ -120,6 +170,14 @@ pub(super) fn pass_multicast(netns: &File, index: u32) -> Result<Option<OwnedFd>
     })
 }
 
+pub(super) fn name_of(link: &LinkMessage) -> &str {
+    let name = link.attributes.iter().find_map(|attribute| match attribute {
+        LinkAttribute::IfName(name) => Some(name.as_str()),
+        _ => None,
+    });
+    name.unwrap_or_default()
+}
+
 pub(super) fn info(link: &LinkMessage) -> impl Iterator<Item = &LinkInfo> {
     let info = link.attributes.iter().filter_map(|attribute| match attribute {
         LinkAttribute::LinkInfo(info) => Some(info),
@@ -165,26 +223,29 @@ async fn pass(handle: &Handle, index: u32, tap: u32) {
     }
 }
 
-/// Removes the redirects from the tap `tap`, and from the interface `index` if it is given, in a network namespace.
-/// Both may be gone. Blocks.
+/// Removes the redirects from the tap `tap`, and from the interface `index` to this tap if it is given, in a network
+/// namespace. Both may be gone. Blocks.
 pub(super) fn uninstall(netns: &File, index: Option<u32>, tap: &str) -> Result<(), NetworkError> {
     netns::inside(netns, async |handle| {
-        match link(&handle, tap).await {
-            Err(e) if is_gone(&e) => {}
-            found => {
-                let found = found.map_err(refused(format!("looking for {tap}")))?;
-                remove_all(&handle, found.header.index, tap).await?;
-            }
+        let found = match link(&handle, tap).await {
+            Err(e) if is_gone(&e) => None,
+            found => Some(found.map_err(refused(format!("looking for {tap}")))?.header.index),
+        };
+        if let Some(found) = found {
+            remove_all(&handle, found, tap).await?;
         }
-        match index {
-            Some(index) => remove_all(&handle, index, &format!("the interface {index}")).await,
-            None => Ok(()),
+        let Some(index) = index else { return Ok(()) };
+        let name = format!("the interface {index}");
+        if is_ours(&handle, index, found.as_slice()).await.map_err(looking_at(&name))? {
+            remove_all(&handle, index, &name).await?;
         }
+        Ok(())
     })
 }
 
-/// Removes the redirect from the interface `name` in the network namespace `path`. Either of them may be gone. The
-/// other redirect ended with the tap. Blocks.
+/// Removes the redirect from the interface `name` in the network namespace `path`, which was to the tap of a VMM that
+/// has ended. Either of them may be gone. The other redirect ended with the tap. What another program has there stays.
+/// So does what another pod has: this may be tried again much later. Blocks.
 pub(crate) fn remove(path: &Path, name: &str) -> Result<(), NetworkError> {
     let netns = match netns::open(path) {
         Err(NetworkError::Namespace { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
@@ -200,8 +261,57 @@ pub(crate) fn remove(path: &Path, name: &str) -> Result<(), NetworkError> {
             Err(e) if is_gone(&e) => return Ok(()),
             other => other.map_err(refused(format!("looking for {name}")))?.header.index,
         };
+        let begun = Instant::now();
+        while !is_ours(&handle, index, &[]).await.map_err(looking_at(name))? {
+            let taps = taps(&handle).await.map_err(refused("reading its interfaces"))?;
+            let may_end = is_ours(&handle, index, &taps).await.map_err(looking_at(name))?;
+            if !may_end || begun.elapsed() >= BUSY {
+                return Ok(());
+            }
+            sleep(BUSY_PAUSE);
+        }
         remove_all(&handle, index, name).await
     })
+}
+
+/// The taps of VMMs in the network namespace of `handle`.
+async fn taps(handle: &Handle) -> Result<Vec<u32>, rtnetlink::Error> {
+    let links: Vec<_> = handle.link().get().execute().try_collect().await?;
+    Ok(links.iter().filter(|link| is_tap(name_of(link))).map(|link| link.header.index).collect())
+}
+
+/// Where a filter of u32 redirects packets to.
+fn targets(filter: &TcMessage) -> impl Iterator<Item = u32> {
+    let options = filter.attributes.iter().filter_map(|attribute| match attribute {
+        TcAttribute::Options(options) => Some(options),
+        _ => None,
+    });
+    let actions = options.flatten().filter_map(|option| match option {
+        TcOption::U32(TcFilterU32Option::Action(actions)) => Some(actions),
+        _ => None,
+    });
+    let of_action = |action: &TcAction| {
+        action.attributes.iter().find_map(|attribute| match attribute {
+            TcActionAttribute::Options(options) => options.iter().find_map(target),
+            _ => None,
+        })
+    };
+    actions.flatten().filter_map(of_action)
+}
+
+fn target(option: &TcActionOption) -> Option<u32> {
+    match option {
+        TcActionOption::Mirror(TcActionMirrorOption::Parms(to))
+            if to.eaction == TcMirrorActionType::EgressRedir =>
+        {
+            Some(to.ifindex)
+        }
+        _ => None,
+    }
+}
+
+fn looking_at(name: &str) -> impl FnOnce(rtnetlink::Error) -> NetworkError {
+    refused(format!("looking at the ingress qdisc of {name}"))
 }
 
 /// Removes the ingress qdisc of an interface and the redirects from it. It may be gone.
@@ -252,7 +362,7 @@ async fn redirect(handle: &Handle, from: u32, to: u32) -> Result<(), rtnetlink::
     added
 }
 
-async fn remove_ingress(handle: &Handle, index: u32) -> Result<(), rtnetlink::Error> {
+pub(super) async fn remove_ingress(handle: &Handle, index: u32) -> Result<(), rtnetlink::Error> {
     let mut request = handle.qdisc().del(index as i32);
     let header = &mut request.message_mut().header;
     header.parent = TcHandle::INGRESS;

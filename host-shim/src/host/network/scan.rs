@@ -28,7 +28,9 @@ use rtnetlink::{
 use tokio::runtime::Handle as Runtime;
 
 use super::{
-    FirstScan, Found, MOST, NetworkError, OfInterface, Parameters, Scan, failed, is_tap, name_server, netns,
+    FirstScan, Found, MOST, NetworkError, OfInterface, Parameters, Scan, failed, is_former_tap, is_tap,
+    name_server, netns,
+    redirect::{self, name_of},
     refused, routing,
     routing::{LOOPBACK, MOST_ROUTES, Routing},
     unsuitable,
@@ -61,10 +63,20 @@ pub(super) fn scan_and_watch(netns: &File, runtime: &Runtime) -> Result<FirstSca
     netns::inside(netns, async |handle| {
         let watch = Watch::here(runtime).map_err(failed("watching it"))?;
         let links = links(&handle).await?;
+        refuse_former_tap(&links)?;
         let loopback = links.iter().find(|link| link.header.flags.contains(LinkFlags::Loopback));
         let parameters = Parameters::read(&loopback.map(OfInterface::of).unwrap_or_default());
         Ok(FirstScan { scan: read(&handle, links).await?, parameters, watch })
     })
+}
+
+/// The VMM of another pod cannot have a tap of the name that the VMM of this one has. But one of an older version gave
+/// it another name.
+fn refuse_former_tap(links: &[LinkMessage]) -> Result<(), NetworkError> {
+    match links.iter().map(name_of).find(|name| is_former_tap(name)) {
+        Some(tap) => Err(NetworkError::Shared { tap: tap.into() }),
+        None => Ok(()),
+    }
 }
 
 async fn links(handle: &Handle) -> Result<Vec<LinkMessage>, NetworkError> {
@@ -93,6 +105,8 @@ async fn read(handle: &Handle, all: Vec<LinkMessage>) -> Result<Scan, NetworkErr
     let (of_none, routes): (Vec<_>, Vec<_>) = routes.into_iter().partition(routing::is_of_no_interface);
     let neighbours: Vec<_> =
         handle.neighbours().get().execute().try_collect().await.map_err(refused("reading its neighbours"))?;
+    let taps: Vec<_> =
+        all.iter().filter(|link| is_tap(name_of(link))).map(|link| link.header.index).collect();
     let mut interfaces = Vec::new();
     for &link in &links {
         let index = link.header.index;
@@ -103,7 +117,9 @@ async fn read(handle: &Handle, all: Vec<LinkMessage>) -> Result<Scan, NetworkErr
             // One that is not through one of the interfaces is refused with the first.
             _ => is_first,
         });
-        let described = unsuitable::refuse(link, &all)
+        let filtered = redirect::is_filtered(handle, index, &taps).await;
+        let filtered = filtered.map_err(refused("reading its qdiscs and filters"))?;
+        let described = unsuitable::refuse(link, &all, filtered)
             .and_then(|()| describe(link, &addresses, own.cloned().collect(), &neighbours));
         let described = described.map(|description| ConfigureNetworkRequest {
             absent_routes: absent_routes(link, &description.addresses, &kernels),
@@ -156,14 +172,6 @@ fn of_the_pod(all: &[LinkMessage]) -> Result<Vec<&LinkMessage>, NetworkError> {
         return Err(NetworkError::TooMany { names });
     }
     Ok(links)
-}
-
-pub(super) fn name_of(link: &LinkMessage) -> &str {
-    let name = link.attributes.iter().find_map(|attribute| match attribute {
-        LinkAttribute::IfName(name) => Some(name.as_str()),
-        _ => None,
-    });
-    name.unwrap_or_default()
 }
 
 fn describe(

@@ -14,13 +14,13 @@ use rtnetlink::{
     Handle, IpVersion, LinkBridge, LinkMacVlan, LinkUnspec, LinkVeth, RouteMessageBuilder,
     packet_core::Parseable,
     packet_route::{
-        AddressFamily,
+        AddressFamily, RouteNetlinkMessage,
         address::{AddressAttribute, AddressMessage, CacheInfo},
         link::{LinkAttribute, LinkMessage, MacVlanMode},
         neighbour::NeighbourState,
         route::{RouteAttribute, RouteFlags, RouteMessage, RouteMetric, RouteScope, RouteType},
         rule::{RuleAction, RuleAttribute, RuleMessage},
-        tc::{TcAttribute, TcMessage},
+        tc::{TcAttribute, TcHandle, TcMessage},
     },
 };
 
@@ -120,6 +120,11 @@ impl Pod {
             request.execute().await
         });
         added.unwrap();
+    }
+
+    /// Removes an interface.
+    fn remove(&self, name: &str) {
+        self.inside(async |handle| handle.link().del(index(&handle, name).await).execute().await.unwrap());
     }
 
     /// The descriptions of its interfaces.
@@ -590,7 +595,7 @@ async fn what_changes_later_is_noticed() {
     // An interface comes with several messages, and IPv6 addresses some time later. Then there is nothing more.
     while tokio::time::timeout(Duration::from_secs(3), watch.changed()).await.is_ok() {}
     pod.veth(TAP, &outside, "guest");
-    pod.inside(async |handle| handle.link().del(index(&handle, TAP).await).execute().await.unwrap());
+    pod.remove(TAP);
 }
 
 #[tokio::test]
@@ -706,7 +711,7 @@ fn packets_cross_both_ways_until_the_redirects_are_removed() {
 
     assert!(redirect::install(&pod.netns(), eth0, TAP, false).is_err(), "installed twice");
     // The tap ends with its VMM.
-    pod.inside(async |handle| handle.link().del(index(&handle, TAP).await).execute().await.unwrap());
+    pod.remove(TAP);
     for _ in 0..2 {
         remove_redirect(&pod.path(), "eth0").unwrap();
     }
@@ -762,6 +767,10 @@ fn an_answer_to_a_dhcp_client_of_the_host_reaches_it_and_the_guest() {
 
 /// The kinds of the root qdiscs of an interface and of its queues.
 fn qdiscs(pod: &Pod, name: &str) -> Vec<String> {
+    all_qdiscs(pod, name).into_iter().filter(|kind| kind != "ingress").collect()
+}
+
+fn all_qdiscs(pod: &Pod, name: &str) -> Vec<String> {
     pod.inside(async |handle| {
         let index = index(&handle, name).await;
         let found: Vec<_> = handle.qdisc().get().execute().try_collect().await.unwrap();
@@ -772,7 +781,7 @@ fn qdiscs(pod: &Pod, name: &str) -> Vec<String> {
                 _ => None,
             })
         };
-        of_it.filter_map(kind).filter(|kind| kind != "ingress").collect()
+        of_it.filter_map(kind).collect()
     })
 }
 
@@ -860,19 +869,110 @@ async fn a_connection_that_is_given_up_is_cut_when_it_is_made() {
             given_up += 1;
         }
         drop(connected);
+        // A tap ends with its VMM, which is ended first.
+        pod.remove(TAP);
         journal.undo().unwrap();
         while Arc::strong_count(&operation) > 1 {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
-        // The redirect from the tap ends with the tap.
-        pod.inside(async |handle| handle.link().del(index(&handle, TAP).await).execute().await.unwrap());
         pod.veth(TAP, &outside, "guest");
         redirect::install(&pod.netns(), eth0, TAP, false)
             .unwrap_or_else(|e| panic!("{microseconds} us: {e}"));
+        pod.remove(TAP);
         remove_redirect(&path, "eth0").unwrap();
-        pod.inside(async |handle| handle.link().del(index(&handle, TAP).await).execute().await.unwrap());
     }
     assert!(given_up > 0);
+}
+
+/// The kinds of the qdiscs that filter what arrives at an interface.
+fn ingress_qdiscs(pod: &Pod, name: &str) -> Vec<String> {
+    let kinds = all_qdiscs(pod, name).into_iter();
+    kinds.filter(|kind| ["ingress", "clsact"].contains(&kind.as_str())).collect()
+}
+
+#[test]
+fn what_another_program_has_at_an_interface_is_refused_by_name_and_stays() {
+    let (pod, outside) = (Pod::new(), Pod::new());
+    pod.veth("eth0", &outside, "lan");
+    pod.veth("other", &outside, "elsewhere");
+    pod.veth(TAP, &outside, "guest");
+    let eth0 = pod.inside(async |handle| index(&handle, "eth0").await);
+    let other = pod.inside(async |handle| index(&handle, "other").await);
+    let refused = || pod.scan().unwrap().interfaces.remove(0).described.err().map(|error| error.to_string());
+    let is_refused = || {
+        let refused = refused().unwrap();
+        assert!(refused.starts_with("interface eth0 has tc filters of another program"), "{refused}");
+    };
+    for kind in ["ingress", "clsact"] {
+        pod.inside(async |handle| {
+            let mut message = TcMessage::with_index(eth0 as i32);
+            (message.header.parent, message.header.handle) = (TcHandle::INGRESS, redirect::INGRESS.into());
+            message.attributes = vec![TcAttribute::Kind(kind.into())];
+            let message = RouteNetlinkMessage::NewQueueDiscipline(message);
+            replies::create(&handle, message).await.expect("this test needs clsact: modprobe sch_ingress");
+        });
+        is_refused();
+        pod.inside(async |handle| {
+            let filter = handle.traffic_filter(eth0 as i32).add().parent(0xffff_fff2);
+            filter.protocol(3_u16.to_be()).redirect(other).unwrap().execute().await.unwrap();
+        });
+        is_refused();
+        // It may come after the scan, and before the interface is connected.
+        assert!(redirect::install(&pod.netns(), eth0, TAP, false).is_err());
+        redirect::uninstall(&pod.netns(), Some(eth0), TAP).unwrap();
+        remove_redirect(&pod.path(), "eth0").unwrap();
+        assert_eq!(ingress_qdiscs(&pod, "eth0"), [kind]);
+        pod.inside(async |handle| redirect::remove_ingress(&handle, eth0).await.unwrap());
+    }
+    // What is the pod's own is not refused by the next scan, though another program adds to it.
+    redirect::install(&pod.netns(), eth0, TAP, false).unwrap();
+    assert_eq!(refused(), None);
+    pod.inside(async |handle| {
+        let filter = handle.traffic_filter(eth0 as i32).add().parent(0xffff_fff2);
+        filter.protocol(0x0008).redirect(other).unwrap().execute().await.unwrap();
+    });
+    assert_eq!(refused(), None);
+    pod.remove(TAP);
+    is_refused();
+    remove_redirect(&pod.path(), "eth0").unwrap();
+    assert_eq!((refused(), ingress_qdiscs(&pod, "eth0")), (None, Vec::new()));
+}
+
+#[tokio::test]
+async fn the_redirects_of_a_pod_that_runs_stay_when_a_former_one_is_removed_again() {
+    let (pod, outside) = (Pod::new(), Pod::new());
+    pod.veth("eth0", &outside, "lan");
+    pod.veth(TAP, &outside, "guest");
+    let eth0 = pod.inside(async |handle| index(&handle, "eth0").await);
+    redirect::install(&pod.netns(), eth0, TAP, false).unwrap();
+    remove_redirect(&pod.path(), "eth0").unwrap();
+    crosses(&outside, "lan", "guest", Ipv4Addr::new(10, 1, 2, 3));
+    // A failed attempt of another card.
+    pod.veth("veth-bulkhead1", &outside, "guest1");
+    redirect::uninstall(&pod.netns(), Some(eth0), "veth-bulkhead1").unwrap();
+    assert_eq!(ingress_qdiscs(&pod, "eth0"), ["ingress"]);
+    // One that was not made to the end.
+    pod.remove(TAP);
+    remove_redirect(&pod.path(), "eth0").unwrap();
+    pod.inside(async |handle| handle.qdisc().add(eth0 as i32).ingress().execute().await.unwrap());
+    remove_redirect(&pod.path(), "eth0").unwrap();
+    assert!(ingress_qdiscs(&pod, "eth0").is_empty());
+}
+
+#[tokio::test]
+async fn a_namespace_of_a_pod_that_an_older_version_has_started_is_refused() {
+    let (pod, outside) = (Pod::new(), Pod::new());
+    pod.veth("eth0", &outside, "lan");
+    pod.veth(TAP, &outside, "guest");
+    assert!(scan_and_watch(pod.process(), ()).await.is_ok());
+    pod.veth("tap-bulkhead", &outside, "former");
+    let refused = scan_and_watch(pod.process(), ()).await.err().unwrap().to_string();
+    let begin = "another microVM is in the pod's network namespace, and its interface is tap-bulkhead";
+    assert!(refused.starts_with(begin), "{refused}");
+    // Programs that are not the VMM's may call theirs what they like.
+    pod.remove("tap-bulkhead");
+    pod.veth("tap-bulkhead-x", &outside, "former");
+    assert!(scan_and_watch(pod.process(), ()).await.is_ok());
 }
 
 #[test]

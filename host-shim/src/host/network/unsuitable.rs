@@ -1,14 +1,19 @@
 //! Interfaces of the pod's network namespace that no network card of the guest can stand for. They would start, and
-//! then pass no packet, so they are refused by name.
+//! then pass no packet, so they are refused by name. So are those that another program has connected with something:
+//! a redirect to the guest would take its place.
 
 use rtnetlink::packet_route::link::{
     InfoData, InfoIpVlan, InfoKind, IpVlanMode, LinkAttribute, LinkInfo, LinkLayerType, LinkMessage,
 };
 
-use super::{NetworkError, redirect::info, scan::name_of};
+use super::{
+    NetworkError,
+    redirect::{info, name_of},
+};
 
-/// Refuses an interface that cannot be connected. `all` are those of the same network namespace.
-pub(super) fn refuse(link: &LinkMessage, all: &[LinkMessage]) -> Result<(), NetworkError> {
+/// Refuses an interface that cannot be connected. `all` are those of the same network namespace. `filtered`: another
+/// program filters what arrives at it.
+pub(super) fn refuse(link: &LinkMessage, all: &[LinkMessage], filtered: bool) -> Result<(), NetworkError> {
     let name = || name_of(link).to_owned();
     if link.header.link_layer_type != LinkLayerType::Ether {
         return Err(NetworkError::NoEthernet { name: name() });
@@ -22,6 +27,9 @@ pub(super) fn refuse(link: &LinkMessage, all: &[LinkMessage]) -> Result<(), Netw
     }
     if info(link).any(is_l3s) {
         return Err(NetworkError::L3s { name: name() });
+    }
+    if filtered {
+        return Err(NetworkError::Filtered { name: name() });
     }
     match lower(link, all) {
         Some(lower) => Err(NetworkError::Stacked { name: name(), lower: name_of(lower).into() }),
@@ -88,7 +96,7 @@ mod tests {
 
     fn refused(link: &LinkMessage) -> Option<String> {
         let others = [self::link(3, Vec::new()), link.clone()];
-        refuse(link, &others).err().map(|error| error.to_string())
+        refuse(link, &others, false).err().map(|error| error.to_string())
     }
 
     #[test]

@@ -14,7 +14,7 @@ use tokio::{
     time::{Instant, timeout, timeout_at},
 };
 
-use super::{is_tap, scan};
+use super::{is_tap, redirect, scan};
 use crate::types::pace::Pace;
 
 /// RTMGRP_LINK, RTMGRP_NEIGH, RTMGRP_IPV4_IFADDR, RTMGRP_IPV4_ROUTE, RTMGRP_IPV4_RULE, RTMGRP_IPV6_IFADDR and
@@ -119,7 +119,9 @@ impl Watch {
     fn is_other(&self, bytes: &[u8]) -> bool {
         use RouteNetlinkMessage::{DelLink, DelNeighbour, NewLink, NewNeighbour};
         match NetlinkMessage::<RouteNetlinkMessage>::deserialize(bytes).map(|message| message.payload) {
-            Ok(NetlinkPayload::InnerMessage(NewLink(link) | DelLink(link))) => is_tap(scan::name_of(&link)),
+            Ok(NetlinkPayload::InnerMessage(NewLink(link) | DelLink(link))) => {
+                is_tap(redirect::name_of(&link))
+            }
             // That one was removed is said with another state.
             Ok(NetlinkPayload::InnerMessage(NewNeighbour(found) | DelNeighbour(found))) => {
                 let was_permanent = scan::address_of_neighbour(&found)
