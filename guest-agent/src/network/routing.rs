@@ -15,25 +15,29 @@ pub fn change(pidfd: BorrowedFd<'_>, request: &ChangeRoutingRequest) -> Result<(
 }
 
 /// Changes them in the network namespace of this thread. New rules come before old ones go, so that a packet always
-/// finds a table. Of routes it is the other way round: the kernel has one for each destination and metric.
+/// finds a table. Of routes it is the other way round: the kernel has one for each destination and metric. Of addresses
+/// too: for IPv6 it has each with one prefix length. One that the kernel refuses does not keep the others away. The
+/// first error is returned.
 fn apply(request: &ChangeRoutingRequest) -> Result<(), NetworkError> {
     let failed = |action: String| |source| NetworkError::Routing { action, source };
     let socket = Socket::open().map_err(failed("opening a netlink socket".into()))?;
     type Act = fn(&Socket, &[u8]) -> io::Result<()>;
     let steps: [(&str, &[NetlinkMessage], Act); 6] = [
+        ("removing the address of lo", &request.removed_addresses, Socket::remove_address),
         ("adding the address of lo", &request.addresses, Socket::add_address),
         ("removing the route", &request.removed_routes, Socket::remove_other_route),
         ("adding the route", &request.routes, Socket::add_other_route),
         ("adding the rule", &request.rules, Socket::add_rule),
         ("removing the rule", &request.removed_rules, Socket::remove_rule),
-        ("removing the address of lo", &request.removed_addresses, Socket::remove_address),
     ];
+    let mut result = Ok(());
     for (action, messages, act) in steps {
         for NetlinkMessage { what, body, .. } in messages {
-            act(&socket, body).map_err(failed(format!("{action} {what}")))?;
+            let done = act(&socket, body).map_err(failed(format!("{action} {what}")));
+            result = result.and(done);
         }
     }
-    Ok(())
+    result
 }
 
 #[cfg(test)]
@@ -118,6 +122,60 @@ mod tests {
                 apply(&wanted).unwrap();
                 assert!(bound().is_err());
             }
+        });
+    }
+
+    /// IFA_F_NODAD, without which an address has another flag at first.
+    const NODAD: u8 = 2;
+
+    /// fd00::9 of interface 1 with this prefix length: a struct ifaddrmsg, IFA_ADDRESS, IFA_CACHEINFO.
+    fn ipv6_address(prefix: u8, preferred: u32) -> NetlinkMessage {
+        let mut ip = [0; 16];
+        (ip[0], ip[15]) = (0xfd, 9);
+        let times = [preferred, u32::MAX, 0, 0].map(u32::to_ne_bytes).concat();
+        let parts: [&[u8]; 5] =
+            [&[10, prefix, NODAD, 0, 1, 0, 0, 0], &[20, 0, 1, 0], &ip, &[20, 0, 6, 0], &times];
+        message(&format!("fd00::9/{prefix}"), &parts)
+    }
+
+    #[test]
+    fn an_ipv6_address_of_the_loopback_interface_takes_the_place_of_another_form() {
+        apart(|| {
+            crate::syscall::loopback_up().unwrap();
+            // The address, an index, the prefix length, the scope and the flags (0x20: deprecated) of each.
+            let found = || {
+                let table = std::fs::read_to_string("/proc/thread-self/net/if_inet6").unwrap();
+                let line = table.lines().find(|line| line.starts_with("fd00")).unwrap_or_default().to_owned();
+                line.split_whitespace().skip(2).map(str::to_owned).collect::<Vec<_>>()
+            };
+            let mut wanted = ChangeRoutingRequest::new();
+            wanted.addresses = vec![ipv6_address(128, u32::MAX)];
+            apply(&wanted).unwrap();
+            assert_eq!(found(), ["80", "00", "82", "lo"]);
+            wanted.addresses = vec![ipv6_address(128, 0)];
+            apply(&wanted).unwrap();
+            assert_eq!(found(), ["80", "00", "a2", "lo"]);
+            wanted.removed_addresses = wanted.addresses;
+            wanted.addresses = vec![ipv6_address(64, u32::MAX)];
+            apply(&wanted).unwrap();
+            assert_eq!(found(), ["40", "00", "82", "lo"]);
+        });
+    }
+
+    #[test]
+    fn what_the_kernel_refuses_keeps_nothing_else_away() {
+        apart(|| {
+            let mut wanted = ChangeRoutingRequest::new();
+            wanted.addresses =
+                vec![message("10.9.9.9/33", &[&[2, 33, 0, 0, 1, 0, 0, 0]]), ipv6_address(128, 7)];
+            (wanted.rules, wanted.routes) = (vec![rule(77)], vec![route()]);
+            let error = apply(&wanted).unwrap_err().to_string();
+            assert!(error.starts_with("adding the address of lo 10.9.9.9/33: "), "{error}");
+            let table = std::fs::read_to_string("/proc/thread-self/net/if_inet6").unwrap();
+            assert!(table.starts_with("fd00"), "{table}");
+            let Some(rules) = ip("rule") else { return };
+            assert!(rules.contains("77:\tfrom 10.1.2.3 lookup 100"), "{rules}");
+            assert_eq!(ip("route show table 100").unwrap().trim(), "blackhole default");
         });
     }
 
