@@ -3,8 +3,6 @@
 
 use std::{
     io,
-    net::IpAddr,
-    os::fd::OwnedFd,
     sync::{Arc, Weak},
     time::Duration,
 };
@@ -13,23 +11,23 @@ use bulkhead_agent_api::{
     agent::{ChangeNetworkRequest, ConfigureNetworkRequest, KernelParameter},
     relay,
 };
-use tokio::{
-    task::AbortHandle,
-    time::{Instant, timeout},
-};
+use tokio::time::{Instant, timeout};
 use tracing::Instrument;
 
+mod cards;
 mod changes;
 
-use changes::{add_all, add_possible, change, change_of_rules, without_foreign_sources};
+pub(super) use cards::Network;
+use cards::{Card, Follows};
+use changes::{add_all, change_of_rules, local_addresses, without_foreign_sources};
 
-use super::{PodVm, host_reads::HostReads, host_resources::HostResources};
+use super::{PodVm, host_resources::HostResources};
 use crate::{
     guest::agent::AgentError,
     host::{
         network::{
-            self, CardNumber, Connection, FirstScan, Found, MOST, NetworkError, OfInterface, Parameters,
-            Routing, Scan, Watch, name_server::NameServer,
+            self, CardNumber, Connection, FirstScan, Found, MOST, NetworkError, OfInterface, Routing, Scan,
+            Watch, name_server::NameServer,
         },
         pending_operations::Operation,
     },
@@ -57,159 +55,6 @@ const SCAN_OF: &str = "scan of the pod's network";
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
 const PAUSE_AFTER_SILENCE: Duration = Duration::from_secs(64);
 const LONGEST_PAUSE: Duration = Duration::from_secs(256);
-
-/// The network of a pod that has one.
-#[derive(Debug)]
-pub(super) struct Network {
-    /// A container that is in the pod's network namespace as long as the pod exists.
-    container: String,
-    /// By their numbers.
-    cards: Vec<Card>,
-    /// What the guest has of rules. After a change that failed: all that it may have.
-    routing: Routing,
-    /// Whether it has all of these.
-    is_routing_known: bool,
-    /// The kernel parameters that the namespace had at the first scan.
-    parameters: Parameters,
-    /// Ends with the VM, or when it is dropped.
-    name_server: Option<NameServer>,
-    follows: Option<Follows>,
-    scans: HostReads,
-}
-
-/// A network card of the guest.
-#[derive(Debug)]
-enum Card {
-    Free,
-    /// An interface of the host.
-    Used {
-        index: u32,
-        /// What the guest has of it.
-        description: Box<ConfigureNetworkRequest>,
-        /// Set if a change has failed since. The description is then everything that the guest may have.
-        failed: Option<FailedChange>,
-        /// As long as it exists, the interface passes on packets to all multicast groups.
-        _multicast: Option<OwnedFd>,
-    },
-    /// It is not known where the card is in the guest, or whether the guest has it, because something failed.
-    Lost {
-        /// The interface of the host with which it may be connected.
-        index: Option<u32>,
-    },
-}
-
-/// What is not known of an interface after changes that failed.
-#[derive(Debug, Clone, Copy, PartialEq)]
-struct FailedChange {
-    /// Whether the guest's interface has IPv6.
-    switched_ipv6: bool,
-}
-
-/// The task that follows the host, until this is dropped.
-#[derive(Debug)]
-struct Follows(AbortHandle);
-
-impl Drop for Follows {
-    fn drop(&mut self) {
-        self.0.abort();
-    }
-}
-
-impl Network {
-    fn new(container: &str) -> Self {
-        Self {
-            container: container.into(),
-            parameters: Parameters::default(),
-            cards: vec![Card::Free],
-            routing: Routing::default(),
-            is_routing_known: true,
-            name_server: None,
-            follows: None,
-            scans: HostReads::default(),
-        }
-    }
-
-    /// The cards that are interfaces.
-    fn used(&self) -> impl Iterator<Item = (CardNumber, u32, &ConfigureNetworkRequest)> {
-        (0..).zip(&self.cards).filter_map(|(number, card)| match card {
-            Card::Used { index, description, .. } => Some((CardNumber(number), *index, &**description)),
-            Card::Free | Card::Lost { .. } => None,
-        })
-    }
-
-    fn set(&mut self, number: CardNumber, card: Card) {
-        if let Some(place) = self.cards.get_mut(usize::from(number.0)) {
-            *place = card;
-        }
-    }
-
-    /// The cards whose interfaces are not there any more, or have become others.
-    fn vanished(&self, scan: &Scan) -> Vec<(CardNumber, u32)> {
-        let is_there = |index: u32, description: &ConfigureNetworkRequest| {
-            let found = scan.interfaces.iter().find(|found| found.index == index);
-            found.is_some_and(|found| match &found.described {
-                Ok(now) => (&now.name, &now.mac) == (&description.name, &description.mac),
-                Err(_) => found.name == description.name,
-            })
-        };
-        let gone = self.used().filter(|(_, index, description)| !is_there(*index, description));
-        gone.map(|(number, index, _)| (number, index)).collect()
-    }
-
-    /// What the guest has to change if the interface of a card is `now`. Until [`Self::end_change`] is called, the
-    /// change counts as one that failed.
-    fn begin_change(
-        &mut self,
-        index: u32,
-        now: &ConfigureNetworkRequest,
-    ) -> Option<(CardNumber, ChangeNetworkRequest)> {
-        for (number, card) in (0..).zip(&mut self.cards) {
-            match card {
-                Card::Used { index: used, description, failed, .. } if *used == index => {
-                    if failed.is_none() && **description == *now {
-                        return None;
-                    }
-                    let change = change(description, *failed, now);
-                    *failed = Some(FailedChange { switched_ipv6: change.switches_ipv6 });
-                    add_possible(description, now);
-                    return Some((CardNumber(number), change));
-                }
-                _ => {}
-            }
-        }
-        None
-    }
-
-    /// What was begun has succeeded.
-    fn end_change(&mut self, number: CardNumber, now: ConfigureNetworkRequest) {
-        if let Some(Card::Used { description, failed, .. }) = self.cards.get_mut(usize::from(number.0)) {
-            (**description, *failed) = (now, None);
-        }
-    }
-
-    /// Cards whose place in the guest is not known, and the interfaces with which they may be connected.
-    fn lost(&self) -> Vec<(CardNumber, Option<u32>)> {
-        let lost = (0..).zip(&self.cards).filter_map(|(number, card)| match card {
-            // It may be connected with another card since.
-            Card::Lost { index } => Some((CardNumber(number), index.filter(|index| !self.has(*index)))),
-            Card::Free | Card::Used { .. } => None,
-        });
-        lost.collect()
-    }
-
-    /// The permanent neighbours that the guest has, by the interface of the host.
-    fn neighbours(&self) -> impl Iterator<Item = (u32, IpAddr)> {
-        let of = |(_, index, description): (_, u32, &ConfigureNetworkRequest)| {
-            let addresses = description.neighbours.iter().filter_map(|neighbour| neighbour.what.parse().ok());
-            addresses.map(move |ip| (index, ip)).collect::<Vec<_>>()
-        };
-        self.used().flat_map(of)
-    }
-
-    fn has(&self, index: u32) -> bool {
-        self.used().any(|(_, used, _)| used == index)
-    }
-}
 
 impl PodVm {
     /// Gives the guest the network that the host has for the pod by now, once, and what becomes of it later. `id` is a
@@ -328,14 +173,9 @@ impl Work<'_> {
         let alone = described.is_empty().then(|| self.network.parameters.take_those_of_namespace());
         // So no packet goes a way that the rules forbid.
         self.change_rules(routing, alone.unwrap_or_default()).await?;
-        // A source is an address that must be there before the route.
         let mut later = Vec::new();
         for (index, description, parameters) in described {
-            let early = without_foreign_sources(&description);
-            if early != description {
-                later.push((index, description));
-            }
-            self.connect(index, early, &parameters, has_name_server).await?;
+            self.connect_early(index, description, &parameters, has_name_server, &mut later).await?;
         }
         for (index, description) in later {
             self.change(index, Ok(description)).await?;
@@ -377,16 +217,52 @@ impl Work<'_> {
         for Found { index, described, .. } in old {
             failed.extend(unless_silent(self.change(index, described).await)?);
         }
+        let mut later = Vec::new();
         for Found { index, described, parameters, .. } in new {
             let connected = match described {
-                Ok(description) => self.connect(index, description, &parameters, has_name_server).await,
+                Ok(description) => {
+                    self.connect_early(index, description, &parameters, has_name_server, &mut later).await
+                }
                 Err(error) => Err(error.into()),
             };
             failed.extend(unless_silent(connected)?);
         }
+        for (index, description) in later {
+            failed.extend(unless_silent(self.change(index, Ok(description)).await)?);
+        }
+        for (card, renewal) in self.network.renewals() {
+            failed.extend(unless_silent(self.renew(card, renewal).await)?);
+        }
         if has_name_server && !had_name_server && self.network.used().next().is_some() {
             failed.extend(unless_silent(self.start_name_server().await)?);
         }
+        Ok(())
+    }
+
+    /// [`Self::connect`], but without the routes that may need the address of an interface that comes after it: a
+    /// source is an address that must be there before the route. If there are some, the whole interface is added to
+    /// `later`.
+    async fn connect_early(
+        &mut self,
+        index: u32,
+        description: ConfigureNetworkRequest,
+        parameters: &OfInterface,
+        passes_replies: bool,
+        later: &mut Vec<(u32, ConfigureNetworkRequest)>,
+    ) -> Result<(), TaskError> {
+        let early = without_foreign_sources(&description);
+        let is_whole = early == description;
+        self.connect(index, early, parameters, passes_replies).await?;
+        if !is_whole {
+            later.push((index, description));
+        }
+        Ok(())
+    }
+
+    /// Has the guest do again what it has lost.
+    async fn renew(&mut self, card: CardNumber, renewal: ChangeNetworkRequest) -> Result<(), TaskError> {
+        self.guest.agent.change_network(&self.network.container, renewal).await?;
+        self.network.end_renewal(card);
         Ok(())
     }
 
@@ -435,7 +311,10 @@ impl Work<'_> {
             None
         });
         let description = Box::new(description);
-        self.network.set(card, Card::Used { index, description, failed: None, _multicast: multicast });
+        self.network.set(
+            card,
+            Card::Used { index, description, failed: None, lost: Vec::new(), _multicast: multicast },
+        );
         Ok(())
     }
 
@@ -485,25 +364,30 @@ impl Work<'_> {
         routing: Routing,
         parameters: Vec<KernelParameter>,
     ) -> Result<(), TaskError> {
-        let Network { container, routing: before, is_routing_known, .. } = &mut self.network;
+        let Network { routing: before, is_routing_known, .. } = &mut self.network;
         if *is_routing_known && routing == *before && parameters.is_empty() {
             return Ok(());
         }
         let mut change = change_of_rules(before, *is_routing_known, &routing);
         change.parameters = parameters;
+        let lost = local_addresses(&change.removed_addresses);
         // Until the guest has answered, it may have any of both.
         *is_routing_known = false;
         add_all(&mut before.rules, &routing.rules);
         add_all(&mut before.routes, &routing.routes);
         add_all(&mut before.addresses, &routing.addresses);
-        self.guest.agent.change_routing(container, change).await?;
-        (*before, *is_routing_known) = (routing, true);
+        self.network.lose(&lost);
+        self.guest.agent.change_routing(&self.network.container, change).await?;
+        (self.network.routing, self.network.is_routing_known) = (routing, true);
         Ok(())
     }
 
     /// Disconnects a card, and the interface of this index, which may be gone, and takes the card from the container.
     async fn remove(&mut self, card: CardNumber, index: Option<u32>) -> Result<(), TaskError> {
+        let addresses = self.network.used().find(|(used, ..)| *used == card);
+        let addresses = addresses.map(|(.., description)| local_addresses(&description.addresses));
         self.network.set(card, Card::Lost { index });
+        self.network.lose(&addresses.unwrap_or_default());
         self.disconnect(index, card).await?;
         self.network.set(card, Card::Lost { index: None });
         self.guest.agent.remove_network(&self.network.container, card.address()).await?;
@@ -549,7 +433,10 @@ fn is_silent(error: &TaskError) -> bool {
 mod tests {
     use bulkhead_agent_api::agent::{Ipv6, NetlinkMessage};
 
-    use super::*;
+    use super::{
+        changes::{FailedChange, change},
+        *,
+    };
 
     fn message(what: &str) -> NetlinkMessage {
         NetlinkMessage { what: what.into(), body: what.as_bytes().to_vec(), ..Default::default() }
@@ -564,7 +451,13 @@ mod tests {
     }
 
     fn used(index: u32, description: &ConfigureNetworkRequest) -> Card {
-        Card::Used { index, description: Box::new(description.clone()), failed: None, _multicast: None }
+        Card::Used {
+            index,
+            description: Box::new(description.clone()),
+            failed: None,
+            lost: Vec::new(),
+            _multicast: None,
+        }
     }
 
     fn found(index: u32, name: &str) -> Found {
@@ -656,39 +549,119 @@ mod tests {
         let mut now = description("eth0", &[]);
         (now.addresses, now.up) = (vec![address.clone()], true);
         let before = ConfigureNetworkRequest { absent_routes: vec![route.clone()], ..now.clone() };
-        assert_eq!(change(&before, None, &now).interface.routes, std::slice::from_ref(&route));
+        assert_eq!(change(&before, None, &now, &[]).interface.routes, std::slice::from_ref(&route));
         // While it is down there are none, and the kernel adds them when it comes up.
         let down = ConfigureNetworkRequest { absent_routes: Vec::new(), up: false, ..now.clone() };
-        assert!(change(&before, None, &down).interface.routes.is_empty());
-        assert!(change(&down, None, &now).interface.routes.is_empty());
+        assert!(change(&before, None, &down, &[]).interface.routes.is_empty());
+        assert!(change(&down, None, &now, &[]).interface.routes.is_empty());
         // It may be up already if a change failed.
         let failed = Some(FailedChange { switched_ipv6: false });
         let absent = ConfigureNetworkRequest { absent_routes: vec![route.clone()], ..down.clone() };
-        assert_eq!(change(&absent, failed, &now).interface.routes, std::slice::from_ref(&route));
+        assert_eq!(change(&absent, failed, &now, &[]).interface.routes, std::slice::from_ref(&route));
         // It goes again, and the agent removes what is absent.
-        assert!(change(&now, None, &before).interface.routes.is_empty());
-        assert_eq!(change(&now, None, &before).interface.absent_routes, [route]);
+        assert!(change(&now, None, &before, &[]).interface.routes.is_empty());
+        assert_eq!(change(&now, None, &before, &[]).interface.absent_routes, [route]);
         // The guest's kernel adds that of an address that is new, and none for one that has gone.
         let without = ConfigureNetworkRequest { addresses: Vec::new(), ..before.clone() };
-        assert!(change(&without, None, &now).interface.routes.is_empty());
-        assert!(change(&before, None, &description("eth0", &[])).interface.routes.is_empty());
+        assert!(change(&without, None, &now, &[]).interface.routes.is_empty());
+        assert!(change(&before, None, &description("eth0", &[]), &[]).interface.routes.is_empty());
+    }
+
+    /// fd00::LAST/128 with these flags: struct ifaddrmsg, IFA_ADDRESS, IFA_FLAGS.
+    fn ipv6_address(last: u8, flags: u8) -> NetlinkMessage {
+        let mut body = vec![10, 128, 0, 0, 0, 0, 0, 0, 20, 0, 1, 0, 0xfd, 0];
+        body.resize(body.len() + 13, 0);
+        body.extend([last, 8, 0, 8, 0, flags, 0, 0, 0]);
+        NetlinkMessage { body, ..message(&format!("fd00::{last:x}/128")) }
+    }
+
+    /// 10.1.2.LAST/24 with this label: struct ifaddrmsg, IFA_ADDRESS, IFA_LOCAL, IFA_LABEL.
+    fn ipv4_address(last: u8, label: u8) -> NetlinkMessage {
+        let body = [2, 24, 0, 0, 0, 0, 0, 0, 8, 0, 1, 0, 10, 1, 2, last, 8, 0, 2, 0, 10, 1, 2, last];
+        let body = [&body[..], &[6, 0, 3, 0, label, 0, 0, 0]].concat();
+        NetlinkMessage { body, ..message(&format!("10.1.2.{last}/24")) }
+    }
+
+    /// A route of IPv4 from 10.1.2.LAST: a struct rtmsg, RTA_PREFSRC.
+    fn route_from(what: &str, last: u8) -> NetlinkMessage {
+        let body = vec![2, 0, 0, 0, 254, 3, 0, 1, 0, 0, 0, 0, 8, 0, 7, 0, 10, 1, 2, last];
+        NetlinkMessage { body, ..message(what) }
+    }
+
+    #[test]
+    fn an_address_that_changes_its_flags_or_times_is_not_removed() {
+        let (before, now) = (ipv6_address(5, 0x80), ipv6_address(5, 0xa0));
+        let of = |address: &NetlinkMessage| Routing {
+            addresses: vec![address.clone(), ipv4_address(3, 0)],
+            ..Routing::default()
+        };
+        let change_of_lo = change_of_rules(&of(&before), true, &of(&now));
+        assert_eq!((change_of_lo.addresses, change_of_lo.removed_addresses), (vec![now.clone()], Vec::new()));
+        let change_of_lo = change_of_rules(&of(&before), true, &of(&ipv6_address(6, 0x80)));
+        assert_eq!(change_of_lo.removed_addresses, std::slice::from_ref(&before));
+        let with = |addresses: [&NetlinkMessage; 2]| ConfigureNetworkRequest {
+            addresses: addresses.map(Clone::clone).to_vec(),
+            ..description("eth0", &[])
+        };
+        // The guest's kernel does not replace the label of an address of IPv4.
+        let (old, new) = (ipv4_address(3, 0), ipv4_address(3, 7));
+        let change = change(&with([&before, &old]), None, &with([&now, &new]), &[]);
+        assert_eq!(change.interface.addresses, [now, new]);
+        assert_eq!(change.removed_addresses, [old]);
+    }
+
+    #[test]
+    fn routes_are_there_again_after_their_source_was_away() {
+        let (before, now) = (ipv4_address(3, 0), ipv4_address(3, 7));
+        let mut eth0 = description("eth0", &["a"]);
+        eth0.addresses = vec![before];
+        eth0.routes.extend([route_from("b", 3), route_from("c", 4)]);
+        let mut eth1 = description("eth1", &["d"]);
+        eth1.routes.push(route_from("e", 3));
+        let mut network = Network::new("demo");
+        network.cards = vec![used(5, &eth0), used(6, &eth1)];
+        assert!(network.renewals().is_empty());
+        // The address is removed and added. With the same request the interface's own routes come back.
+        let relabelled = ConfigureNetworkRequest { addresses: vec![now], ..eth0.clone() };
+        let (card, change) = network.begin_change(5, &relabelled).unwrap();
+        assert_eq!(change.removed_routes, [route_from("b", 3)]);
+        assert_eq!(change.interface.routes, [route_from("b", 3)]);
+        // Those of the other interface come later.
+        assert_eq!(network.begin_change(6, &eth1), None);
+        network.end_change(card, relabelled);
+        for _ in 0..2 {
+            let [(card, renewal)] = &network.renewals()[..] else { panic!("not one renewal") };
+            assert_eq!(*card, CardNumber(1));
+            assert_eq!(
+                (&renewal.removed_routes, &renewal.interface.routes),
+                (&vec![route_from("e", 3)], &vec![route_from("e", 3)])
+            );
+            assert!(renewal.removed_addresses.is_empty() && renewal.interface.addresses.is_empty());
+        }
+        network.end_renewal(CardNumber(1));
+        assert!(network.renewals().is_empty());
+        // An address that no route has is no reason, and neither is one whose routes are gone.
+        network.lose(&["10.1.2.9".parse().unwrap()]);
+        assert!(network.renewals().is_empty());
+        network.lose(&["10.1.2.4".parse().unwrap()]);
+        assert_eq!(network.renewals().len(), 1);
+        let (card, _) = network.begin_change(5, &description("eth0", &["a"])).unwrap();
+        network.end_change(card, description("eth0", &["a"]));
+        network.end_renewal(CardNumber(1));
+        assert!(network.renewals().is_empty());
     }
 
     #[test]
     fn routes_from_the_address_of_another_interface_come_later() {
         // 10.1.2.3/24: struct ifaddrmsg, IFA_ADDRESS, IFA_LOCAL.
         let body = [2, 24, 0, 0, 0, 0, 0, 0, 8, 0, 1, 0, 10, 1, 2, 3, 8, 0, 2, 0, 10, 1, 2, 3];
-        // A struct rtmsg, RTA_PREFSRC.
-        let route = |what, last| NetlinkMessage {
-            body: vec![2, 0, 0, 0, 254, 3, 0, 1, 0, 0, 0, 0, 8, 0, 7, 0, 10, 1, 2, last],
-            ..message(what)
-        };
+        let route = route_from;
         let mut whole = description("eth0", &[]);
         whole.addresses = vec![NetlinkMessage { body: body.to_vec(), ..message("10.1.2.3/24") }];
         whole.routes = vec![route("own", 3), route("foreign", 4), route("own too", 3)];
         let early = without_foreign_sources(&whole);
         assert_eq!((&early.routes[..], &early.addresses), (&whole.routes[..1], &whole.addresses));
-        let later = change(&early, None, &whole);
+        let later = change(&early, None, &whole, &[]);
         assert_eq!(later.interface.routes, whole.routes[1..]);
         whole.routes.truncate(1);
         assert_eq!(without_foreign_sources(&whole), whole);

@@ -1,11 +1,19 @@
 //! What is to change in the guest so that its network becomes that of the host.
 
+use std::net::IpAddr;
+
 use bulkhead_agent_api::agent::{
     ChangeNetworkRequest, ChangeRoutingRequest, ConfigureNetworkRequest, Ipv6, NetlinkMessage,
 };
 
-use super::FailedChange;
 use crate::host::network::{self, Routing};
+
+/// What is not known of an interface after changes that failed.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct FailedChange {
+    /// Whether the guest's interface has IPv6.
+    pub(super) switched_ipv6: bool,
+}
 
 /// Those that are in one list and not in the other.
 fn only_in(these: &[NetlinkMessage], others: &[NetlinkMessage]) -> Vec<NetlinkMessage> {
@@ -35,10 +43,44 @@ fn missing(now: &[NetlinkMessage], before: &[NetlinkMessage], is_known: bool) ->
     if is_known { only_in(now, before) } else { now.to_vec() }
 }
 
+/// The addresses that are to be removed, those of `before` that are not in `now`. Not one that `now` has in another
+/// form, for example with other times: adding it replaces it. `is_replaced`: whether the kernel does so.
+fn removed(
+    before: &[NetlinkMessage],
+    now: &[NetlinkMessage],
+    is_replaced: impl Fn(&NetlinkMessage) -> bool,
+) -> Vec<NetlinkMessage> {
+    let name = |address: &NetlinkMessage| (address.what.clone(), network::local_address(address));
+    let remain: Vec<_> = now.iter().map(name).collect();
+    let mut removed = only_in(before, now);
+    removed.retain(|address| !(is_replaced(address) && remain.contains(&name(address))));
+    removed
+}
+
+/// For an address of IPv4 the kernel replaces the times and the metric only. It is removed before it is added.
+fn is_ipv6(address: &NetlinkMessage) -> bool {
+    network::local_address(address).is_some_and(|ip| ip.is_ipv6())
+}
+
+/// The IP addresses that an interface loses if it becomes `now`, though some may come back.
+pub(super) fn lost(before: &ConfigureNetworkRequest, now: &ConfigureNetworkRequest) -> Vec<IpAddr> {
+    local_addresses(&removed(&before.addresses, &now.addresses, is_ipv6))
+}
+
+pub(super) fn local_addresses(addresses: &[NetlinkMessage]) -> Vec<IpAddr> {
+    addresses.iter().filter_map(network::local_address).collect()
+}
+
+/// Those of these routes whose source is one of these addresses.
+pub(super) fn from_sources(routes: &[NetlinkMessage], sources: &[IpAddr]) -> Vec<NetlinkMessage> {
+    let is_from = |route: &&NetlinkMessage| network::source_of(route).is_some_and(|ip| sources.contains(&ip));
+    routes.iter().filter(is_from).cloned().collect()
+}
+
 /// The same interface without the first route whose source is not an address of it, and without those that follow,
 /// which may need that one.
 pub(super) fn without_foreign_sources(description: &ConfigureNetworkRequest) -> ConfigureNetworkRequest {
-    let own: Vec<_> = description.addresses.iter().filter_map(network::local_address).collect();
+    let own = local_addresses(&description.addresses);
     let is_foreign = |route: &NetlinkMessage| network::source_of(route).is_some_and(|ip| !own.contains(&ip));
     let mut early = description.clone();
     let count = early.routes.iter().position(is_foreign);
@@ -55,22 +97,30 @@ pub(super) fn change_of_rules(before: &Routing, is_known: bool, now: &Routing) -
         removed_rules: only_in(&before.rules, &now.rules),
         removed_routes: only_in(&before.routes, &now.routes),
         addresses: missing(&now.addresses, &before.addresses, is_known),
-        removed_addresses: only_in(&before.addresses, &now.addresses),
+        // These are added before others are removed.
+        removed_addresses: removed(&before.addresses, &now.addresses, |_| true),
         ..Default::default()
     }
 }
 
 /// What is to change so that `before` becomes `now`. Unless it is known that the guest has all of `before`, it adds all
-/// of `now`.
+/// of `now`. With an address the guest's kernel has removed the routes that have it as their source, or has taken the
+/// source from them. `lost` are such addresses that it has had again since, or gets by this: these routes are added
+/// anew.
 pub(super) fn change(
     before: &ConfigureNetworkRequest,
     failed: Option<FailedChange>,
     now: &ConfigureNetworkRequest,
+    lost: &[IpAddr],
 ) -> ChangeNetworkRequest {
     let is_known = failed.is_none();
     let mut interface = now.clone();
     interface.addresses = missing(&now.addresses, &before.addresses, is_known);
-    interface.routes = missing(&now.routes, &before.routes, is_known);
+    let from_lost = from_sources(&now.routes, lost);
+    // In the order of `now`: one may need another one.
+    let is_missing =
+        |route: &&NetlinkMessage| !is_known || !before.routes.contains(route) || from_lost.contains(route);
+    interface.routes = now.routes.iter().filter(is_missing).cloned().collect();
     // The guest's kernel adds one for an address that is new, but not again for one that stays.
     let stay = now.addresses.iter().filter(|address| before.addresses.contains(address));
     let is_back =
@@ -82,8 +132,9 @@ pub(super) fn change(
     interface.neighbours = missing(&now.neighbours, &before.neighbours, is_known);
     let mut change = ChangeNetworkRequest::new();
     change.interface = Some(interface).into();
-    change.removed_addresses = only_in(&before.addresses, &now.addresses);
+    change.removed_addresses = removed(&before.addresses, &now.addresses, is_ipv6);
     change.removed_routes = only_in(&before.routes, &now.routes);
+    change.removed_routes.extend(only_in(&from_lost, &change.removed_routes));
     change.removed_neighbours = only_in(&before.neighbours, &now.neighbours);
     let has_none = |interface: &ConfigureNetworkRequest| interface.ipv6 == Ipv6::IPV6_DISABLED.into();
     let may_be_switched = failed.is_some_and(|failed| failed.switched_ipv6);
