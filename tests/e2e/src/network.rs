@@ -1,10 +1,13 @@
 //! Networks of the host for the cases: a bridge, and network namespaces with an interface on it, as a CNI makes them.
 //! All are gone when they are dropped.
 
+use std::fs::File;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::thread;
 
-use anyhow::Result;
+use anyhow::{Context, Result, anyhow};
+use nix::sched::{CloneFlags, setns};
 
 use crate::command::{Cmd, Finished};
 use crate::ctr::{Container, Host};
@@ -157,6 +160,17 @@ impl Namespace {
         ip(&format!("-n {name} addr add {}/24 dev {interface}", address_in(number)))?;
         ip(&format!("-n {name} link set {interface} mtu {MTU} up"))?;
         Ok(())
+    }
+
+    /// Does something in it, on the host.
+    pub(crate) fn inside<T: Send>(&self, work: impl FnOnce() -> Result<T> + Send) -> Result<T> {
+        let netns = File::open(self.path()).context("the network namespace is gone")?;
+        let visit = || {
+            setns(netns, CloneFlags::CLONE_NEWNET).context("cannot enter the network namespace")?;
+            work()
+        };
+        // In a thread of its own, which is nowhere else afterwards.
+        thread::scope(|scope| scope.spawn(visit).join().unwrap_or_else(|_| Err(anyhow!("a thread panicked"))))
     }
 
     /// A container in it.

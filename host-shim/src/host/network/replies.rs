@@ -52,10 +52,10 @@ pub(super) async fn pass(handle: &Handle, index: u32, tap: u32) -> Result<(), Er
         filters.push((family, is_known, None));
     }
     // Who asked for these is not known, so that both get them.
-    filters.push((ETH_P_ARP as u16, vec![Flower::ArpOp(ARP_REPLY)], Some(copy(tap))));
+    filters.push((ETH_P_ARP as u16, vec![Flower::ArpOp(ARP_REPLY)], Some(copy(tap, TcActionType::Ok))));
     let advertisement =
         vec![Flower::IpProto(IPPROTO_ICMPV6 as u8), Flower::Icmpv6Type(NEIGHBOUR_ADVERTISEMENT)];
-    filters.push((ETH_P_IPV6 as u16, advertisement, Some(copy(tap))));
+    filters.push((ETH_P_IPV6 as u16, advertisement, Some(copy(tap, TcActionType::Ok))));
     for (priority, (protocol, keys, action)) in (1..).zip(filters) {
         add(handle, filter(index, priority, protocol, keys, action)).await?;
     }
@@ -75,11 +75,11 @@ fn look_up() -> TcAction {
     action
 }
 
-/// Sends a copy of the packet to this interface, and lets it pass.
-pub(super) fn copy(to: u32) -> TcAction {
+/// Sends a copy of the packet to this interface. `then`: what becomes of the packet.
+pub(super) fn copy(to: u32, then: TcActionType) -> TcAction {
     let mut mirror = TcMirror::default();
     mirror.generic = TcActionGeneric::default();
-    mirror.generic.action = TcActionType::Ok;
+    mirror.generic.action = then;
     mirror.eaction = TcMirrorActionType::EgressMirror;
     mirror.ifindex = to;
     let mut action = TcAction::default();

@@ -732,18 +732,27 @@ fn an_answer_to_a_dhcp_client_of_the_host_reaches_it_and_the_guest() {
     let make = || {
         let socket = rustix::net::socket(AF::PACKET, SocketType::DGRAM, Some(rustix::net::eth::IP)).unwrap();
         set_socket_timeout(&socket, Timeout::Recv, Some(Duration::from_secs(20))).unwrap();
-        Ok((tap::create(TAP, 1).map_err(failed("making a tap"))?.remove(0), File::from(socket)))
+        let stack = UdpSocket::bind("0.0.0.0:68").unwrap();
+        stack.set_nonblocking(true).unwrap();
+        Ok((tap::create(TAP, 1).map_err(failed("making a tap"))?.remove(0), File::from(socket), stack))
     };
-    let (mut guest, mut client) = netns::visit(&pod.netns(), make).unwrap();
+    let (mut guest, mut client, stack) = netns::visit(&pod.netns(), make).unwrap();
     redirect::install(&pod.netns(), eth0, TAP, false).unwrap();
     let remote = Ipv4Addr::new(10, 1, 2, 3);
+    pod.inside(async |handle| handle.address().add(eth0, remote.into(), 24).execute().await.unwrap());
     outside.inside(async |handle| {
         let lan = index(&handle, "lan").await;
         handle.address().add(lan, Ipv4Addr::new(10, 1, 2, 4).into(), 24).execute().await.unwrap();
         handle.neighbours().add(lan, remote.into()).link_layer_address(&MAC).execute().await.unwrap();
         let server = UdpSocket::bind("0.0.0.0:67").unwrap();
-        for (text, port) in [(&b"before"[..], 67), (b"other", 69), (TEXT, 68)] {
-            server.send_to(text, (remote, port)).unwrap();
+        let other = UdpSocket::bind("0.0.0.0:66").unwrap();
+        for (socket, text, port) in [
+            (&server, &b"before"[..], 67),
+            (&server, b"other", 69),
+            (&other, b"foreign", 68),
+            (&server, TEXT, 68),
+        ] {
+            socket.send_to(text, (remote, port)).unwrap();
         }
     });
     // What comes first is what was asked for.
@@ -752,17 +761,23 @@ fn an_answer_to_a_dhcp_client_of_the_host_reaches_it_and_the_guest() {
     assert!(packet[..length].ends_with(TEXT), "{:?}", &packet[..length]);
     let begun = Instant::now();
     let mut texts = Vec::new();
-    while texts.len() < 3 {
+    while texts.len() < 4 {
         assert!(begun.elapsed() < Duration::from_secs(20), "{texts:?}");
         match guest.read(&mut packet) {
             Ok(length) => {
-                let of_server = [&b"before"[..], b"other", TEXT].into_iter();
+                let of_server = [&b"before"[..], b"other", b"foreign", TEXT].into_iter();
                 texts.extend(of_server.filter(|text| packet[..length].ends_with(text)));
             }
             Err(_) => thread::sleep(Duration::from_millis(1)),
         }
     }
-    assert_eq!(texts, [&b"before"[..], b"other", TEXT]);
+    assert_eq!(texts, [&b"before"[..], b"other", b"foreign", TEXT]);
+    // The IP stack of a host that can mark packets has none of them.
+    let filters = pod.inside(async |handle| {
+        handle.traffic_filter(eth0 as i32).get().ingress().execute().try_collect::<Vec<_>>().await.unwrap()
+    });
+    let is_marked = format!("{filters:?}").contains("skbedit");
+    assert_eq!(stack.recv(&mut packet).is_err(), is_marked);
 }
 
 /// The kinds of the root qdiscs of an interface and of its queues.

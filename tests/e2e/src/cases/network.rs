@@ -54,6 +54,7 @@ pub(super) const CASES: &[Case] = &[
     Case::both("kernel_parameters_are_those_of_the_namespace", parameters),
     Case::bulkhead("kernel_parameters_begin_as_the_shim_supposes", defaults),
     Case::both("an_interface_that_comes_later_has_its_kernel_parameters", later_parameters),
+    Case::bulkhead("an_answer_to_a_dhcp_client_is_not_for_the_hosts_ip_stack", dhcp_answer),
     Case::bulkhead("two_vms_cannot_share_a_namespace", shared_namespace),
 ];
 
@@ -824,4 +825,25 @@ fn shared_namespace(host: &Host) -> Result<()> {
     refused.says_one_line()?;
     // The first one has its network still.
     ping_from_host(&address(2))
+}
+
+/// The plugin `dhcp` has a packet socket, and nobody else on the host is to get the answer.
+fn dhcp_answer(host: &Host) -> Result<()> {
+    let bridge = Bridge::new()?;
+    let namespace = bridge.namespace(2)?;
+    let _task = namespace.container(host).detach(&["sleep", "1000"])?;
+    let stack = namespace.inside(|| Ok(UdpSocket::bind("0.0.0.0:68")?))?;
+    stack.set_nonblocking(true)?;
+    let server = UdpSocket::bind((GATEWAY, 67)).context("cannot be a server of DHCP")?;
+    let mark = "ptype otherhost";
+    wait_until("a packet that is marked", ARRIVES, || {
+        server.send_to(b"lease", (address(2), 68))?;
+        let words = ["-s", "-n", namespace.name(), "filter", "show", "dev", "eth0", "ingress"];
+        let filters = Cmd::new("tc").args(words).run()?.succeeds()?.text();
+        let (_, marks) = filters.split_once(mark).with_context(|| format!("no {mark} in\n{filters}"))?;
+        let sent = marks.lines().find(|line| line.trim_start().starts_with("Sent "));
+        Ok(sent.is_some_and(|sent| !sent.contains(" 0 pkt")))
+    })?;
+    ensure!(stack.recv(&mut [0; 100]).is_err(), "the host's IP stack has got an answer of DHCP");
+    Ok(())
 }
