@@ -60,6 +60,10 @@ const DIFFERENCES: &[(&str, &str)] = &[
         "the packets go to the VM at the lower interface (tc), and those of l3s arrive at none",
     ),
     (
+        "an interface of the pod where a program of the host has an ingress or clsact qdisc (`tc`)",
+        "the packets go to the VM by a qdisc in its place",
+    ),
+    (
         "`createContainer` and `startContainer` hooks",
         "they are programs of the host for namespaces that are the guest's",
     ),
