@@ -98,8 +98,8 @@ impl Limits {
         let opened = 4096.min(files / 8);
         Self {
             // The guest drops files that nobody uses when it knows 81,920 of a file system, or 114,688 of an exclusive
-            // one (kernel-config/patches/fuse-many-inodes.patch). So these limits are for what is in use, and for guests
-            // with another kernel.
+            // one (kernel-config/patches/fuse-many-inodes.patch). So these limits are for what is in use, and for
+            // guests with another kernel.
             nodes: nodes::Limits {
                 idle: 1 << 17,
                 open: 1 << 16,
