@@ -74,7 +74,10 @@ pub enum BuildError {
     Share { index: usize, dir: PathBuf, source: FsError },
     #[error("nics[{index}].mac: {mac:?} is not a MAC address")]
     Mac { index: usize, mac: String },
-    #[error("nics[{index}].tap: cannot create {tap}: a tap device needs /dev/net/tun and an unused name")]
+    #[error(
+        "nics[{index}].tap: cannot create {tap}: a tap device needs /dev/net/tun and an unused name; a network \
+         namespace has room for one microVM"
+    )]
     Nic { index: usize, tap: String, source: io::Error },
     #[error(transparent)]
     Thread(#[from] ThreadError),

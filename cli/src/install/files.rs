@@ -124,7 +124,7 @@ pub(super) enum Removal {
     Changed,
 }
 
-/// Removes a file if this is so of its text.
+/// Removes the file if `is_own` returns true for its text.
 pub(super) fn remove(path: &Path, is_own: impl FnOnce(&str) -> bool) -> io::Result<Removal> {
     match read(path)? {
         None => Ok(Removal::Absent),

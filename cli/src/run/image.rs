@@ -318,7 +318,7 @@ impl Blobs {
                 _ => {}
             }
         }
-        // docker up to 24 saves a layer that is there already as a link to it. A link to a link is none of docker's.
+        // If a layer is in the archive already, docker up to 24 saves a link to it. docker makes no links to links.
         let targets: Vec<_> =
             links.into_iter().filter_map(|(name, to)| Some((name, *files.get(&to)?))).collect();
         for (name, place) in targets {

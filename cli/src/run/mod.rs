@@ -68,7 +68,7 @@ pub(crate) fn main(options: Options) -> ExitCode {
     // What is made for the program is for all of its users. Only the report belongs to the user of this command.
     let users = umask(UMASK);
     if let Err(error) = inherited::keep_to_oneself() {
-        tracing::warn!(%error, "the shim has what this command has inherited, such as a lock");
+        tracing::warn!(%error, "the shim keeps file descriptors open that this command inherited, such as a lock");
     }
     let options = Arc::new(options);
     let tail = Tail::default();

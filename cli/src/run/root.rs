@@ -96,7 +96,7 @@ impl Source {
         let unpacked = |directory, settings| {
             // A root without it has not even `localhost`. Many images have none: docker mounts one.
             if let Err(error) = write_hosts(&directory, hostname) {
-                tracing::warn!(%error, "the program has no /etc/hosts of this run");
+                tracing::warn!(%error, "cannot write /etc/hosts; the program sees that of the image, if there is one");
             }
             // What is unpacked is the upper layer above nothing. The shim takes an overlay for a root that nobody else
             // changes, and its files then cost the guest fewer requests than those of a directory.

@@ -14,10 +14,10 @@ pub fn change(pidfd: BorrowedFd<'_>, request: &ChangeRoutingRequest) -> Result<(
     apply(request)
 }
 
-/// Changes them in the network namespace of this thread. New rules come before old ones go, so that a packet always
-/// finds a table. Of routes it is the other way round: the kernel has one for each destination and metric. Of addresses
-/// too: for IPv6 it has each with one prefix length. One that the kernel refuses does not keep the others away. The
-/// first error is returned.
+/// Changes them in the network namespace of this thread. New rules are added before old ones are removed, so that a
+/// packet always finds a table. Old routes and addresses are removed before new ones are added: the kernel has one
+/// route for each destination and metric, and each IPv6 address only once. If the kernel refuses a message, the others
+/// are sent all the same. The first error is returned.
 fn apply(request: &ChangeRoutingRequest) -> Result<(), NetworkError> {
     let failed = |action: String| |source| NetworkError::Routing { action, source };
     let socket = Socket::open().map_err(failed("opening a netlink socket".into()))?;

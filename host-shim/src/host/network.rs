@@ -116,8 +116,8 @@ pub(crate) enum NetworkError {
     )]
     NoAddress { name: String },
     #[error(
-        "interface {name} is an ipvlan in mode l3s, whose packets pass by what connects it with a microVM; use mode \
-         l2 or l3"
+        "interface {name} is an ipvlan in mode l3s, whose packets bypass the redirect to the microVM; use mode l2 or \
+         l3"
     )]
     L3s { name: String },
     #[error(
@@ -126,9 +126,9 @@ pub(crate) enum NetworkError {
     )]
     Stacked { name: String, lower: String },
     #[error(
-        "interface {name} has tc filters of another program (`tc qdisc show dev {name}` in the pod's network \
-         namespace), but its packets are to go to a microVM; remove them, or give the pod another namespace; what a \
-         pod has left that has ended is removed by `bulkhead gc`"
+        "interface {name} already has an ingress or clsact qdisc (`tc qdisc show dev {name}` in the pod's network \
+         namespace), which takes the place of the redirect to the microVM; remove the qdisc, or give the pod another \
+         network namespace; `bulkhead gc` removes what a pod that has ended has left"
     )]
     Filtered { name: String },
     #[error(

@@ -69,8 +69,8 @@ impl Container {
     /// the guest are those of other processes on the host, where clients would look for them (`nerdctl top`,
     /// containerd's metrics). But clients also count them.
     ///
-    /// When containerd is restarted, it gives up a shim without a sandbox whose list is empty, late or an error. So
-    /// without an answer of the guest the list has one.
+    /// When containerd is restarted, it asks each shim without a sandbox for this list. It gives up a shim whose list
+    /// is empty or late, or whose answer is an error. So if the guest does not answer, the list has one entry.
     pub(crate) async fn pids(&self) -> Result<Vec<u32>, TaskError> {
         self.allow(Action::Query)?;
         let count = match self.guest.agent.list_pids(&self.id).await {

@@ -127,7 +127,7 @@ pub(crate) fn committed(root: &Path) -> Result<Committed> {
 pub(crate) fn commit(root: &Path, runs: &[(&Job, &Run)], sources: &GroupSources) -> Result<()> {
     let mut all = committed(root)?;
     let on_runc: Vec<_> = runs.iter().filter(|(job, _)| job.runtime == Runtime::Runc).collect();
-    ensure!(!on_runc.is_empty(), "{COMMITTED} tells of runc only: no case was to run there");
+    ensure!(!on_runc.is_empty(), "cannot write {COMMITTED}: no end-to-end test was selected on runc");
     for (job, run) in on_runc {
         let failed = run.outcomes.iter().find(|outcome| outcome.failure.is_some());
         ensure!(failed.is_none(), "{COMMITTED} stays as it was: a case failed on {}", job.name());

@@ -111,8 +111,8 @@ fn ignore_file_size_signal() -> nix::Result<()> {
 }
 
 /// What the process says when it gets SIGBUS.
-const BUS_ERROR: &str = "bulkhead-vmm: the host sends SIGBUS: an error of its memory, a file of the VM that was cut, or \
-                         a split lock while split_lock_detect is fatal\n";
+const BUS_ERROR: &str = "bulkhead-vmm: the host sends SIGBUS: a memory error of the host, a truncated file of the VM, \
+                         or a split lock with split_lock_detect=fatal\n";
 
 #[allow(unsafe_code)]
 fn end_on_bus_error() -> nix::Result<()> {

@@ -80,9 +80,10 @@ impl VcpuState {
         }
     }
 
-    /// A time stamp counter 10 seconds after the saved one. KVM ignores a value within a second of what the counter
-    /// has, which was 0 when the vCPU was created: it takes it for one that is to be synchronized. Since Linux 6.7 it
-    /// does so only after a first value was set. After this one it accepts the saved one.
+    /// A time stamp counter 10 seconds after the saved one. The counter of a new vCPU starts at 0. If the value that is
+    /// written is within a second of it, KVM takes the write for an attempt to synchronize vCPUs, and ignores the
+    /// value. Since Linux 6.7, KVM does so only from the second write on. So write this value first: after it, KVM
+    /// accepts the saved one.
     fn distant_tsc(&self) -> Vec<kvm_msr_entry> {
         let distance = 10 * 1000 * u64::from(self.tsc_khz);
         let distant = |msr: &kvm_msr_entry| kvm_msr_entry { data: msr.data.wrapping_add(distance), ..*msr };

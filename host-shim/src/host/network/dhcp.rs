@@ -45,8 +45,8 @@ const EDIT_TYPE: u16 = 7;
 /// PACKET_OTHERHOST of linux/if_packet.h.
 const OF_ANOTHER_HOST: u16 = 3;
 
-/// Adds the filter to the interface `index`, which has an ingress qdisc. It is of u32, as the redirect, which every
-/// kernel has that can redirect.
+/// Adds the filter to the interface `index`, which has an ingress qdisc. It uses the classifier u32, as the redirect
+/// does: each kernel that can redirect has it.
 pub(super) async fn pass(handle: &Handle, index: u32, tap: u32) -> Result<(), Error> {
     let marked = vec![copy(tap, TcActionType::Pipe), mark()];
     match add(handle, filter(index, marked)).await {

@@ -70,7 +70,8 @@ enum Ingress {
     Filters(Vec<u32>),
 }
 
-/// Whether another program filters what arrives at the interface `index`, and not this pod's VMM, which has these taps.
+/// Whether the interface `index` has an ingress or clsact qdisc other than the redirect to one of `taps`. An empty
+/// qdisc, and a redirect to a tap that is gone, count too.
 pub(super) async fn is_filtered(handle: &Handle, index: u32, taps: &[u32]) -> Result<bool, rtnetlink::Error> {
     Ok(match ingress(handle, index).await? {
         Ingress::Nothing => false,
@@ -79,7 +80,8 @@ pub(super) async fn is_filtered(handle: &Handle, index: u32, taps: &[u32]) -> Re
     })
 }
 
-/// Whether an interface has a redirect to one of these taps or to one that is gone, or the begin of a redirect.
+/// Whether the interface has a redirect to one of these taps, a redirect to a tap that is gone, or only the beginning
+/// of a redirect.
 async fn is_ours(handle: &Handle, index: u32, taps: &[u32]) -> Result<bool, rtnetlink::Error> {
     Ok(match ingress(handle, index).await? {
         Ingress::Nothing => false,
@@ -124,7 +126,7 @@ pub(super) fn install(netns: &File, index: u32, tap: &str, passes_replies: bool)
         if let Err(error) = dhcp::pass(&handle, index, tap_index).await {
             tracing::warn!(
                 error = chain(&error),
-                "a program of the host that renews the pod's lease gets no answers"
+                "a DHCP client on the host, such as the CNI plugin dhcp, gets no answers for the pod's interface"
             );
         }
         if passes_replies {

@@ -70,8 +70,8 @@ pub(super) fn scan_and_watch(netns: &File, runtime: &Runtime) -> Result<FirstSca
     })
 }
 
-/// The VMM of another pod cannot have a tap of the name that the VMM of this one has. But one of an older version gave
-/// it another name.
+/// Refuses a namespace that has a tap of an older version. Two VMMs of this version cannot have a tap of the same name
+/// in one namespace. But the tap of an older version has another name, so the kernel would not refuse the second VMM.
 fn refuse_former_tap(links: &[LinkMessage]) -> Result<(), NetworkError> {
     match links.iter().map(name_of).find(|name| is_former_tap(name)) {
         Some(tap) => Err(NetworkError::Shared { tap: tap.into() }),

@@ -916,7 +916,7 @@ fn what_another_program_has_at_an_interface_is_refused_by_name_and_stays() {
     let refused = || pod.scan().unwrap().interfaces.remove(0).described.err().map(|error| error.to_string());
     let is_refused = || {
         let refused = refused().unwrap();
-        assert!(refused.starts_with("interface eth0 has tc filters of another program"), "{refused}");
+        assert!(refused.starts_with("interface eth0 already has an ingress or clsact qdisc"), "{refused}");
     };
     for kind in ["ingress", "clsact"] {
         pod.inside(async |handle| {

@@ -97,16 +97,16 @@ pub(super) fn change_of_rules(before: &Routing, is_known: bool, now: &Routing) -
         removed_rules: only_in(&before.rules, &now.rules),
         removed_routes: only_in(&before.routes, &now.routes),
         addresses: missing(&now.addresses, &before.addresses, is_known),
-        // These are added before others are removed.
+        // The agent removes these before it adds `addresses`: the kernel has each IPv6 address only once.
         removed_addresses: removed(&before.addresses, &now.addresses, |_| true),
         ..Default::default()
     }
 }
 
-/// What is to change so that `before` becomes `now`. Unless it is known that the guest has all of `before`, it adds all
-/// of `now`. With an address the guest's kernel has removed the routes that have it as their source, or has taken the
-/// source from them. `lost` are such addresses that it has had again since, or gets by this: these routes are added
-/// anew.
+/// What is to change so that `before` becomes `now`. If it is not known that the guest has all of `before`, all of
+/// `now` is added. When an address is removed, the guest's kernel also removes the routes with this source, or takes
+/// the source from them. `lost` has such addresses, if the guest has them again or gets them by this change. The routes
+/// with such a source are added again.
 pub(super) fn change(
     before: &ConfigureNetworkRequest,
     failed: Option<FailedChange>,
