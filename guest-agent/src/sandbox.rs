@@ -454,7 +454,9 @@ impl Sandbox {
     pub async fn shut_down(&self) {
         eprintln!("bulkhead-agent: shutting down");
         shutdown::kill_all().await;
-        self.machine.write_back();
+        // A disk may be slow, and the shim may ask for something meanwhile. An error: the write-back has panicked.
+        let machine = Arc::clone(&self.machine);
+        _ = tokio::task::spawn_blocking(move || machine.write_back()).await;
     }
 
     /// Writes back what containers have changed by shared mappings, so that the host can copy their files: `docker

@@ -123,7 +123,9 @@ async fn exec_in(
         }
     };
     let status = run(&process, spec, fifos, signals).await;
-    // The first event, which may have more signals to come, must not keep the program from being killed.
+    // What came before the removal, and what else comes of the first event, must not keep the program from being
+    // killed.
+    signals.take_waiting();
     let mut removal = pin!(process.remove());
     let removed = loop {
         tokio::select! {

@@ -45,7 +45,7 @@ struct FakeShim {
     /// Whether the program runs until it is killed.
     has_to_be_killed: bool,
     is_killed: AtomicBool,
-    /// Whether there is no answer to the request to forget the program.
+    /// Whether there is no answer to the request to forget the program, but another event.
     is_silent: bool,
     /// Each request, in its order.
     asked: Mutex<Vec<String>>,
@@ -86,7 +86,7 @@ impl Task for FakeShim {
         for stream in [&added.stdout, &added.stderr] {
             drop(OpenOptions::new().read(true).write(true).open(stream).unwrap());
         }
-        let sender = self.sender.lock().unwrap().take().unwrap();
+        let sender = self.sender.lock().unwrap().clone().unwrap();
         for (signal, after) in self.signals {
             sender.send((*signal, Instant::now() + *after)).await.unwrap();
             sleep(Duration::from_millis(50)).await;
@@ -121,6 +121,8 @@ impl Task for FakeShim {
     ) -> ttrpc::Result<api::DeleteResponse> {
         self.note("delete", &request.exec_id);
         if self.is_silent {
+            let sender = self.sender.lock().unwrap().clone().unwrap();
+            sender.send((SIGTERM, Instant::now() + TOGETHER)).await.unwrap();
             std::future::pending().await
         }
         if self.has_to_be_killed && !self.is_killed.load(Ordering::SeqCst) {
@@ -245,8 +247,17 @@ async fn a_program_whose_start_was_interrupted_is_killed_whatever_signals_the_ev
 }
 
 #[tokio::test]
-async fn a_second_event_ends_a_removal_that_hangs() {
+async fn a_program_whose_start_was_interrupted_twice_is_killed() {
     let signals = &[(SIGTERM, Duration::ZERO), (SIGTERM, TOGETHER)];
+    let played = play(FakeShim { signals, has_to_be_killed: true, ..shim() }).await;
+    assert_eq!(played.exit, 143);
+    assert!(played.asked.contains(&"kill process".to_owned()), "{:?}", played.asked);
+    assert!(!played.is_left);
+}
+
+#[tokio::test]
+async fn a_second_event_ends_a_removal_that_hangs() {
+    let signals = &[(SIGTERM, Duration::ZERO)];
     let played = timeout(Duration::from_secs(30), play(FakeShim { signals, is_silent: true, ..shim() }));
     assert_eq!(played.await.unwrap().exit, 143);
 }

@@ -84,6 +84,13 @@ impl Signals {
         Came { signal, event }
     }
 
+    /// Takes those that have come and nobody has asked for.
+    pub(crate) fn take_waiting(&mut self) {
+        while let Ok((_, at)) = self.came.try_recv() {
+            self.first.get_or_insert(at);
+        }
+    }
+
     /// For tests: signals that a test sends, with the times at which they come.
     #[cfg(test)]
     pub(crate) fn of_test() -> (Sender<(i32, Instant)>, Self) {

@@ -237,7 +237,7 @@ pub(crate) struct Connection<'n> {
 }
 
 /// Connects an interface in the network namespace of the VMM with the tap of a card. If the caller gives up waiting,
-/// the interface is disconnected again.
+/// the interface is disconnected again, at the latest when the pod is removed.
 pub(crate) async fn connect(
     vmm: ProcessId,
     connection: Connection<'_>,

@@ -61,7 +61,8 @@ const EXIT_ORDER: Duration = Duration::from_secs(1);
 /// without limit.
 const KILLED_WITHIN: Duration = Duration::from_secs(20);
 
-/// The same for one of several containers of a pod. If it expires, the VM is killed, and all containers with it.
+/// The same for one of several containers of a pod. If it expires, the VM is killed, and all containers with it. It is
+/// half of that if the guest then gets time for its disks (POWER_OFF_WITH_DISKS).
 const MEMBER_KILLED_WITHIN: Duration = Duration::from_secs(100);
 
 /// How long the guest may take to get its network and to start the container's program. kubelet waits 2 minutes for a
@@ -139,10 +140,11 @@ impl Killed {
     }
 
     /// Waits until the guest took SIGKILL so long ago that the container must have ended.
-    async fn overdue(&self, role: &Role) {
+    async fn overdue(&self, role: &Role, pod: &PodVm) {
         self.0.notified().await;
         let within = match role {
             Role::Single | Role::Sandbox => KILLED_WITHIN,
+            Role::Member { .. } if pod.may_have_dirty_disks() => MEMBER_KILLED_WITHIN / 2,
             Role::Member { .. } => MEMBER_KILLED_WITHIN,
         };
         tokio::time::sleep(within).await;
@@ -412,6 +414,10 @@ impl Container {
         if is_member && self.guest.agent.ping().await.is_ok() {
             return Err(error.into());
         }
+        // A guest that writes back its disks has its time for that, however often it is killed.
+        if self.pod.has_ended_in_order().await {
+            return Ok(());
+        }
         tracing::error!(container = self.id, error = chain(&error), "the VM is killed");
         self.events.log().vm_killed(&chain(&error));
         self.guest.vm.kill().await;
@@ -504,7 +510,7 @@ impl Container {
                 self.log_vm_exit(&exit);
                 Exit::killed()
             }
-            () = self.killed.overdue(&self.role) => {
+            () = self.killed.overdue(&self.role, &self.pod) => {
                 const WHY: &str = "the container has not ended by SIGKILL";
                 tracing::error!(container = self.id, "the VM is killed: {WHY}");
                 self.events.log().vm_killed(WHY);

@@ -41,10 +41,15 @@ use std::{
 };
 
 use bulkhead_agent_api::agent::JoinedNamespace;
+use futures::{
+    FutureExt,
+    future::{BoxFuture, Shared},
+};
 use tokio::{
     sync::{Semaphore, watch},
     task::JoinSet,
 };
+use tracing::Instrument;
 
 use crate::{
     guest::clock_sync::{Followed, HostClock},
@@ -116,6 +121,8 @@ pub(crate) struct PodVm {
     /// Locked while the VM is started, connected or ended.
     host: tokio::sync::Mutex<Option<HostResources>>,
     running: Mutex<Option<Running>>,
+    /// The end of the guest that was begun.
+    end: Mutex<Option<Shared<BoxFuture<'static, ()>>>>,
     /// Operations on the host whose requests may have given them up.
     pub(crate) pending: PendingOperations,
     /// Places for containers that the guest is asked again to delete.
@@ -175,6 +182,7 @@ impl PodVm {
             settings,
             host: Default::default(),
             running: Mutex::default(),
+            end: Mutex::default(),
             pending: PendingOperations::default(),
             asked_again: Arc::new(Semaphore::new(MOST_ASKED_AGAIN)),
             socket_directories: SocketDirectories::new(&host_connections),
@@ -350,22 +358,46 @@ impl PodVm {
         }
     }
 
-    /// Ends the guest, so that its data is written back, and then its VM.
+    /// Ends the guest, so that its data is written back, and then its VM. All callers wait for the same end, which goes
+    /// on if they give up waiting.
     pub(crate) async fn power_off(&self) {
-        let guest = lock(&self.running).take().map(|running| running.guest);
-        if let Some(guest) = guest {
-            let within = if self.disks.may_be_dirty() { POWER_OFF_WITH_DISKS } else { POWER_OFF };
-            guest.power_off(within).await;
-            guest.vm.kill().await;
+        let end = {
+            let mut end = lock(&self.end);
+            if let Some(Running { guest, .. }) = lock(&self.running).take() {
+                let within = if self.may_have_dirty_disks() { POWER_OFF_WITH_DISKS } else { POWER_OFF };
+                let ended = async move {
+                    guest.power_off(within).await;
+                    guest.vm.kill().await;
+                };
+                let task = tokio::spawn(ended.in_current_span());
+                *end = Some(task.map(drop).boxed().shared());
+            }
+            end.clone()
+        };
+        if let Some(end) = end {
+            end.await;
         }
+    }
+
+    /// If the guest is being ended, waits until it has ended, and returns true.
+    pub(crate) async fn has_ended_in_order(&self) -> bool {
+        let end = lock(&self.end).clone();
+        let is_begun = end.is_some();
+        end.unwrap_or_else(|| async {}.boxed().shared()).await;
+        is_begun
     }
 
     /// Ends the VM although a process in it does not end. Data for a disk gets a last chance to be written.
     pub(crate) async fn end_at_last(&self) {
-        if self.disks.may_be_dirty() {
+        if self.may_have_dirty_disks() {
             self.power_off().await;
         }
         self.kill().await;
+    }
+
+    /// Whether the guest may have data that it has not written to a disk yet.
+    pub(crate) fn may_have_dirty_disks(&self) -> bool {
+        self.disks.may_be_dirty()
     }
 
     /// Leaves nothing of the container `id` on the host: with the pod's first container nothing of the pod, the VM

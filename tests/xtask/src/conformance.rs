@@ -319,8 +319,8 @@ const DIFFERENCES: &[(&str, &str)] = &[
     ),
     (
         "sockets that a program of the host has in the network namespace of a pod, such as ztunnel of Istio's ambient \
-         mode: not refused, but they receive nothing from outside but answers of DHCP servers, and what docker's name \
-         server has asked for",
+         mode: not refused, but they receive nothing from outside but answers of DHCP servers (by packet sockets), \
+         and what docker's name server has asked for",
         "the packets go from the interface to the VM (tc)",
     ),
     (
@@ -480,8 +480,8 @@ pub(crate) fn page(
         of_sources()?
     );
     page.push_str(
-        "## Runs\n\nOf the cases that passed on runc, those in the third column passed in an earlier run with the same \
-         tests, images, containerd and host.\n\n| run | passed | of these, before | failed | host |\n|---|---|---|---|---|\n",
+        "## Runs\n\nOf the cases that passed on runc, those in the third column passed in an earlier run with the \
+         same tests.\n\n| run | passed | of these, before | failed | host |\n|---|---|---|---|---|\n",
     );
     for (name, run) in columns {
         let Tally { passed, failed } = run.tally();

@@ -195,6 +195,10 @@ impl E2e {
         if place == Place::Host {
             require_host()?;
         }
+        // Before the build: what somebody changes later is not recorded as passed. Reading them takes seconds.
+        let is_recorded = jobs.iter().any(Job::is_recorded);
+        let sources =
+            if is_recorded { case_sources::of_groups(source_dir())? } else { GroupSources::default() };
         let tools = Tools::ensure(cache)?;
         // Another run may replace what is built as soon as this is dropped.
         let dist = dist::build(cache, &tools, profile)?;
@@ -219,10 +223,6 @@ impl E2e {
         let list = |job: &Job| list_cases(&program, job, &hosts.containerd_version(cache, job.containerd)?);
         let cases = jobs.iter().map(list).collect::<Result<_>>()?;
         let known = named::known(&output_of(Command::new(program).arg("list"))?);
-        // Reading them takes seconds.
-        let is_recorded = jobs.iter().any(Job::is_recorded);
-        let sources =
-            if is_recorded { case_sources::of_groups(source_dir())? } else { GroupSources::default() };
         let committed = passed_on_runc::committed(source_dir())?;
         Ok(E2e { cache: cache.clone(), hosts, jobs, cases, known, sources, committed })
     }

@@ -39,15 +39,17 @@ struct Content {
     versions: String,
     /// The digest of what a case was made of when it passed, by the case.
     cases: BTreeMap<String, String>,
+    /// The same of cases that failed. They count as such although they passed in the committed run.
+    #[serde(default)]
+    failed: BTreeMap<String, String>,
 }
 
 /// What is in the committed file: each job, by its name.
 pub(crate) type Committed = BTreeMap<String, CommittedJob>;
 
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(transparent)]
 pub(crate) struct CommittedJob {
-    /// Of the host's containerd, runc and kernel, in this order.
-    versions: Vec<String>,
     groups: BTreeMap<String, CommittedGroup>,
 }
 
@@ -55,6 +57,8 @@ pub(crate) struct CommittedJob {
 struct CommittedGroup {
     /// The digest of what the group was made of when its cases passed.
     sources: String,
+    /// Of the host's containerd, runc and kernel at that time, in this order.
+    versions: Vec<String>,
     /// Without the name of the group.
     passed: BTreeSet<String>,
 }
@@ -80,20 +84,22 @@ impl Passed {
             return false;
         };
         let committed = self.committed.groups.get(group);
-        self.here.cases.get(case) == Some(now)
-            || committed.is_some_and(|then| then.sources == *now && then.passed.contains(name))
+        let was_committed =
+            || committed.is_some_and(|then| then.sources == *now && then.passed.contains(name));
+        self.here.cases.get(case) == Some(now) || self.here.failed.get(case) != Some(now) && was_committed()
     }
 
     fn sources_of(&self, case: &str) -> Option<&String> {
         self.sources.get(case.split('/').next()?)
     }
 
-    /// Of the host's containerd, runc and kernel, a line each; empty if no case is recorded.
+    /// Of the host's containerd, runc and kernel, a line each; empty if no case is recorded. Those of the committed run
+    /// if none has passed here.
     pub(crate) fn versions(&self) -> String {
-        if self.here.versions.is_empty() {
-            return self.committed.versions.join("\n");
+        if !self.here.versions.is_empty() {
+            return self.here.versions.clone();
         }
-        self.here.versions.clone()
+        self.committed.groups.values().map(|group| group.versions.join("\n")).next().unwrap_or_default()
     }
 
     /// Adds the cases of a slice if all of them passed, and removes those that failed. What another run has added
@@ -104,13 +110,18 @@ impl Passed {
         let _lock = lock_records(&self.path)?;
         let mut content: Content = read(&self.path).unwrap_or_default();
         let failed: Vec<_> = outcomes.iter().filter(|outcome| outcome.failure.is_some()).collect();
-        content.cases.retain(|case, _| failed.iter().all(|outcome| outcome.case != *case));
+        let with_sources =
+            |outcome: &Outcome| Some((outcome.case.clone(), self.sources_of(&outcome.case)?.clone()));
+        for (case, sources) in failed.iter().filter_map(|outcome| with_sources(outcome)) {
+            content.cases.remove(&case);
+            content.failed.insert(case, sources);
+        }
         if failed.is_empty() && !outcomes.is_empty() {
             versions.clone_into(&mut content.versions);
-            let passed = outcomes
-                .iter()
-                .filter_map(|outcome| Some((outcome.case.clone(), self.sources_of(&outcome.case)?.clone())));
-            content.cases.extend(passed);
+            for (case, sources) in outcomes.iter().filter_map(with_sources) {
+                content.failed.remove(&case);
+                content.cases.insert(case, sources);
+            }
         }
         replace(&self.path, &content)
     }
@@ -132,16 +143,24 @@ pub(crate) fn commit(root: &Path, runs: &[(&Job, &Run)], sources: &GroupSources)
         let failed = run.outcomes.iter().find(|outcome| outcome.failure.is_some());
         ensure!(failed.is_none(), "{COMMITTED} stays as it was: a case failed on {}", job.name());
         let mut groups = BTreeMap::<String, CommittedGroup>::new();
-        let passed = run.outcomes.iter().map(|outcome| &outcome.case).chain(&run.remembered);
-        for (group, case) in passed.filter_map(|case| case.split_once('/')) {
-            let of_group = groups.entry(group.to_owned()).or_default();
-            of_group
-                .sources
-                .clone_from(sources.get(group).with_context(|| format!("the group {group} has no sources"))?);
+        let before = all.remove(job.containerd.name()).unwrap_or_default();
+        let passed = run.outcomes.iter().map(|outcome| (&outcome.case, true));
+        for (case, ran) in passed.chain(run.remembered.iter().map(|case| (case, false))) {
+            let Some((group, case)) = case.split_once('/') else { continue };
+            let now = sources.get(group).with_context(|| format!("the group {group} has no sources"))?;
+            let of_group = groups.entry(group.to_owned()).or_insert_with(|| {
+                // It may have passed under other versions, and not have run since.
+                let before = before.groups.get(group).filter(|before| !ran && before.sources == *now);
+                let versions = before.map(|before| before.versions.clone());
+                CommittedGroup {
+                    sources: now.clone(),
+                    versions: versions.unwrap_or_else(|| run.versions.lines().map(str::to_owned).collect()),
+                    ..Default::default()
+                }
+            });
             of_group.passed.insert(case.to_owned());
         }
-        let versions = run.versions.lines().map(str::to_owned).collect();
-        all.insert(job.containerd.name().to_owned(), CommittedJob { versions, groups });
+        all.insert(job.containerd.name().to_owned(), CommittedJob { groups });
     }
     let path = root.join(COMMITTED);
     let text = serde_json::to_string_pretty(&all).context("the record is no JSON")? + "\n";
@@ -234,6 +253,26 @@ mod tests {
         let record = open([("exec", "2"), ("stdio", "2")]);
         assert_eq!(known(&record), [false, false, false, true]);
         assert_eq!(record.versions(), "runc 1.2");
+        // What fails here does not count, until it passes.
+        let same = || open([("exec", "1"), ("stdio", "1")]);
+        same().add(&[Outcome::failed("exec/two", "why")], "runc 1.2").unwrap();
+        assert_eq!(known(&same()), [true, false, false, true]);
+        same().add(&[passed("exec/two")], "runc 1.2").unwrap();
+        assert_eq!(known(&same()), [true, true, false, true]);
+
+        // A group that did not run keeps the versions with which it did.
+        let later = Run {
+            outcomes: vec![passed("stdio/one")],
+            remembered: vec!["exec/one".to_owned()],
+            versions: "runc 1.2\n".to_owned(),
+            ..Run::default()
+        };
+        commit(dir.path(), &[(&runc, &later)], &now).unwrap();
+        let written = committed(dir.path()).unwrap().remove(runc.containerd.name()).unwrap();
+        let versions =
+            |group| written.groups.get(group).map(|group: &CommittedGroup| group.versions.join(", "));
+        assert_eq!(versions("exec").unwrap(), "containerd 1.7, runc 1.1");
+        assert_eq!(versions("stdio").unwrap(), "runc 1.2");
 
         let failed = Run { outcomes: vec![Outcome::failed("exec/one", "why")], ..Run::default() };
         assert!(commit(dir.path(), &[(&runc, &failed)], &now).is_err(), "a case failed");

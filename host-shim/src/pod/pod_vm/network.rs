@@ -611,6 +611,30 @@ mod tests {
     }
 
     #[test]
+    fn what_an_interface_loses_with_an_address_of_ipv4_is_sent_again() {
+        let mut before = description("eth0", &["of IPv6"]);
+        before.addresses = vec![ipv4_address(3, 0), ipv4_address(5, 0), ipv6_address(3, 0x80)];
+        let default =
+            NetlinkMessage { body: vec![2, 0, 0, 0, 254, 3, 0, 1, 0, 0, 0, 0], ..message("default") };
+        before.routes.push(default.clone());
+        let neighbour = NetlinkMessage { body: vec![2; 12], ..message("10.1.2.1") };
+        before.neighbours = vec![neighbour.clone()];
+        let mut now = before.clone();
+        now.addresses = vec![ipv4_address(4, 0), ipv4_address(5, 0)];
+        let change = |now: &ConfigureNetworkRequest| change(&before, None, now, &[]);
+        let changed = change(&now);
+        assert_eq!(changed.removed_addresses, [ipv4_address(3, 0), ipv6_address(3, 0x80)]);
+        let interface = changed.interface.unwrap();
+        assert_eq!(interface.addresses, now.addresses);
+        assert_eq!((interface.routes, interface.neighbours), (vec![default], vec![neighbour]));
+        // Those of IPv6 take nothing with them that has no such source.
+        now.addresses = before.addresses[..2].to_vec();
+        let interface = change(&now).interface.unwrap();
+        assert!(interface.addresses.is_empty() && interface.routes.is_empty());
+        assert!(interface.neighbours.is_empty());
+    }
+
+    #[test]
     fn routes_are_there_again_after_their_source_was_away() {
         let (before, now) = (ipv4_address(3, 0), ipv4_address(3, 7));
         let mut eth0 = description("eth0", &["a"]);
@@ -625,7 +649,7 @@ mod tests {
         let relabelled = ConfigureNetworkRequest { addresses: vec![now], ..eth0.clone() };
         let (card, change) = network.begin_change(5, &relabelled).unwrap();
         assert_eq!(change.removed_routes, [route_from("b", 3)]);
-        assert_eq!(change.interface.routes, [route_from("b", 3)]);
+        assert_eq!(change.interface.routes, [route_from("b", 3), route_from("c", 4)]);
         // Those of the other interface come later.
         assert_eq!(network.begin_change(6, &eth1), None);
         network.end_change(card, relabelled);

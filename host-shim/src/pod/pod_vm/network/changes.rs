@@ -6,6 +6,8 @@ use bulkhead_agent_api::agent::{
     ChangeNetworkRequest, ChangeRoutingRequest, ConfigureNetworkRequest, Ipv6, NetlinkMessage,
 };
 
+use nix::libc::AF_INET;
+
 use crate::host::network::{self, Routing};
 
 /// What is not known of an interface after changes that failed.
@@ -44,27 +46,24 @@ fn missing(now: &[NetlinkMessage], before: &[NetlinkMessage], is_known: bool) ->
 }
 
 /// The addresses that are to be removed, those of `before` that are not in `now`. Not one that `now` has in another
-/// form, for example with other times: adding it replaces it. `is_replaced`: whether the kernel does so.
-fn removed(
-    before: &[NetlinkMessage],
-    now: &[NetlinkMessage],
-    is_replaced: impl Fn(&NetlinkMessage) -> bool,
-) -> Vec<NetlinkMessage> {
+/// form, for example with other times, if it is of IPv6: adding it replaces it. Of an address of IPv4 the kernel
+/// replaces the times and the metric only.
+fn removed(before: &[NetlinkMessage], now: &[NetlinkMessage]) -> Vec<NetlinkMessage> {
     let name = |address: &NetlinkMessage| (address.what.clone(), network::local_address(address));
     let remain: Vec<_> = now.iter().map(name).collect();
     let mut removed = only_in(before, now);
-    removed.retain(|address| !(is_replaced(address) && remain.contains(&name(address))));
+    removed.retain(|address| is_ipv4(address) || !remain.contains(&name(address)));
     removed
 }
 
-/// For an address of IPv4 the kernel replaces the times and the metric only. It is removed before it is added.
-fn is_ipv6(address: &NetlinkMessage) -> bool {
-    network::local_address(address).is_some_and(|ip| ip.is_ipv6())
+/// The family is the first byte of a `struct ifaddrmsg`, a `struct rtmsg` and a `struct ndmsg`.
+fn is_ipv4(message: &NetlinkMessage) -> bool {
+    message.body.first().is_some_and(|family| i32::from(*family) == AF_INET)
 }
 
 /// The IP addresses that an interface loses if it becomes `now`, though some may come back.
 pub(super) fn lost(before: &ConfigureNetworkRequest, now: &ConfigureNetworkRequest) -> Vec<IpAddr> {
-    local_addresses(&removed(&before.addresses, &now.addresses, is_ipv6))
+    local_addresses(&removed(&before.addresses, &now.addresses))
 }
 
 pub(super) fn local_addresses(addresses: &[NetlinkMessage]) -> Vec<IpAddr> {
@@ -91,14 +90,19 @@ pub(super) fn without_foreign_sources(description: &ConfigureNetworkRequest) -> 
 /// What is to change so that the rules of `before` become those of `now`. Unless it is known that the guest has
 /// all of `before`, it adds all of `now`.
 pub(super) fn change_of_rules(before: &Routing, is_known: bool, now: &Routing) -> ChangeRoutingRequest {
+    let removed_addresses = removed(&before.addresses, &now.addresses);
+    // The guest's kernel removes these with the address. In the order of `now`: one may need another one.
+    let from_removed = from_sources(&now.routes, &local_addresses(&removed_addresses));
+    let is_missing =
+        |route: &&NetlinkMessage| !is_known || !before.routes.contains(route) || from_removed.contains(route);
     ChangeRoutingRequest {
         rules: missing(&now.rules, &before.rules, is_known),
-        routes: missing(&now.routes, &before.routes, is_known),
+        routes: now.routes.iter().filter(is_missing).cloned().collect(),
         removed_rules: only_in(&before.rules, &now.rules),
         removed_routes: only_in(&before.routes, &now.routes),
         addresses: missing(&now.addresses, &before.addresses, is_known),
         // The agent removes these before it adds `addresses`: the kernel has each IPv6 address only once.
-        removed_addresses: removed(&before.addresses, &now.addresses, |_| true),
+        removed_addresses,
         ..Default::default()
     }
 }
@@ -114,13 +118,22 @@ pub(super) fn change(
     lost: &[IpAddr],
 ) -> ChangeNetworkRequest {
     let is_known = failed.is_none();
+    let removed_addresses = removed(&before.addresses, &now.addresses);
+    // With an address of IPv4, the guest's kernel removes those that are secondary to it. With the last one, it removes
+    // all routes and neighbours.
+    let loses_ipv4 = removed_addresses.iter().any(is_ipv4);
+    let may_lack = |now: &[NetlinkMessage], before: &[NetlinkMessage], lost: &[NetlinkMessage]| {
+        let lacks = |message: &&NetlinkMessage| {
+            let is_lost = loses_ipv4 && is_ipv4(message) || lost.contains(message);
+            !is_known || is_lost || !before.contains(message)
+        };
+        // In this order: one may need another one.
+        now.iter().filter(lacks).cloned().collect::<Vec<_>>()
+    };
     let mut interface = now.clone();
-    interface.addresses = missing(&now.addresses, &before.addresses, is_known);
+    interface.addresses = may_lack(&now.addresses, &before.addresses, &[]);
     let from_lost = from_sources(&now.routes, lost);
-    // In the order of `now`: one may need another one.
-    let is_missing =
-        |route: &&NetlinkMessage| !is_known || !before.routes.contains(route) || from_lost.contains(route);
-    interface.routes = now.routes.iter().filter(is_missing).cloned().collect();
+    interface.routes = may_lack(&now.routes, &before.routes, &from_lost);
     // The guest's kernel adds one for an address that is new, but not again for one that stays.
     let stay = now.addresses.iter().filter(|address| before.addresses.contains(address));
     let is_back =
@@ -129,10 +142,10 @@ pub(super) fn change(
     if (before.up || !is_known) && now.up {
         interface.routes.splice(0..0, stay.filter_map(network::connected_route).filter(is_back));
     }
-    interface.neighbours = missing(&now.neighbours, &before.neighbours, is_known);
+    interface.neighbours = may_lack(&now.neighbours, &before.neighbours, &[]);
     let mut change = ChangeNetworkRequest::new();
     change.interface = Some(interface).into();
-    change.removed_addresses = removed(&before.addresses, &now.addresses, is_ipv6);
+    change.removed_addresses = removed_addresses;
     change.removed_routes = only_in(&before.routes, &now.routes);
     change.removed_routes.extend(only_in(&from_lost, &change.removed_routes));
     change.removed_neighbours = only_in(&before.neighbours, &now.neighbours);
