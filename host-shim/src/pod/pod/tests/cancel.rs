@@ -257,6 +257,19 @@ async fn a_guest_that_hangs_is_killed_although_nobody_waits_for_the_answer_to_ki
 }
 
 #[tokio::test]
+async fn the_end_of_a_guest_goes_on_without_who_began_it_and_all_wait_for_it() {
+    let story = Story::begin(&["sleep", "1000"]).await;
+    let guest = story.create_and_start().await.guest.clone();
+    let first = timeout(Duration::from_millis(1), story.pod.vm().power_off()).await;
+    assert!(first.is_err(), "the guest has ended before anybody could give up waiting");
+    timeout(WAIT, story.pod.vm().power_off()).await.unwrap();
+    assert!(guest.vm.has_exited());
+    assert!(story.pod.vm().has_ended_in_order().await);
+    story.delete_demo().await;
+    story.end(&WHOLE_LIFE).await;
+}
+
+#[tokio::test]
 async fn a_guest_that_is_slow_or_gone_has_codes_of_its_own() {
     let story = Story::begin(&["sleep", "1000"]).await;
     let container = story.create_and_start().await;
