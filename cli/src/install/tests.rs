@@ -48,6 +48,14 @@ fn said(act: impl FnOnce(&mut Vec<u8>) -> Result<(), CommandError>) -> String {
     String::from_utf8(out).unwrap()
 }
 
+/// The root of a host that has containerd.
+fn host() -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    fs::create_dir_all(dir.path().join("etc/containerd")).unwrap();
+    fs::write(dir.path().join("etc/containerd/config.toml"), "version = 2\n").unwrap();
+    dir
+}
+
 #[test]
 fn what_is_installed_is_uninstalled_without_a_trace() {
     for configuration in [
@@ -140,10 +148,8 @@ fn what_the_operator_has_changed_is_kept() {
 #[test]
 fn a_file_of_another_version_that_nobody_has_edited_is_replaced() {
     use sha2::{Digest, Sha256};
-    let dir = tempfile::tempdir().unwrap();
+    let dir = host();
     let at = |path: &str| dir.path().join(path.trim_start_matches('/'));
-    fs::create_dir_all(at("etc/containerd")).unwrap();
-    fs::write(at("etc/containerd/config.toml"), "version = 2\n").unwrap();
     let before = tree(dir.path());
     install(&mut Vec::new(), &options(dir.path())).unwrap();
     let installed = tree(dir.path());
@@ -174,10 +180,8 @@ fn a_file_of_another_version_that_nobody_has_edited_is_replaced() {
 
 #[test]
 fn a_record_of_digests_that_is_damaged_keeps_nothing_else() {
-    let dir = tempfile::tempdir().unwrap();
+    let dir = host();
     let at = |path: &str| dir.path().join(path.trim_start_matches('/'));
-    fs::create_dir_all(at("etc/containerd")).unwrap();
-    fs::write(at("etc/containerd/config.toml"), "version = 2\n").unwrap();
     let before = tree(dir.path());
     install(&mut Vec::new(), &options(dir.path())).unwrap();
     let installed = tree(dir.path());
@@ -207,10 +211,8 @@ fn a_record_of_digests_that_is_damaged_keeps_nothing_else() {
 #[test]
 fn what_an_installation_has_written_that_was_killed_is_known() {
     use sha2::{Digest, Sha256};
-    let dir = tempfile::tempdir().unwrap();
+    let dir = host();
     let at = |path: &str| dir.path().join(path.trim_start_matches('/'));
-    fs::create_dir_all(at("etc/containerd")).unwrap();
-    fs::write(at("etc/containerd/config.toml"), "version = 2\n").unwrap();
     fs::create_dir_all(at("etc/bulkhead")).unwrap();
     let line = |name: &str, text: &str| format!("{:x}  {name}\n", Sha256::digest(text));
     let older = OWN_FILES.map(|(name, _)| line(name, "# older\n"));
@@ -233,10 +235,8 @@ fn what_an_installation_has_written_that_was_killed_is_known() {
 
 #[test]
 fn digests_are_forgotten_with_the_last_of_their_files() {
-    let dir = tempfile::tempdir().unwrap();
+    let dir = host();
     let at = |path: &str| dir.path().join(path.trim_start_matches('/'));
-    fs::create_dir_all(at("etc/containerd")).unwrap();
-    fs::write(at("etc/containerd/config.toml"), "version = 2\n").unwrap();
     install(&mut Vec::new(), &options(dir.path())).unwrap();
     fs::remove_file(at(MANIFEST)).unwrap();
     fs::create_dir_all(at(MANIFEST)).unwrap();
@@ -310,10 +310,8 @@ fn the_link_of_a_server_of_metrics_is_removed() {
 
 #[test]
 fn a_file_that_cannot_be_read_keeps_nothing_else() {
-    let dir = tempfile::tempdir().unwrap();
+    let dir = host();
     let at = |path: &str| dir.path().join(path);
-    fs::create_dir_all(at("etc/containerd")).unwrap();
-    fs::write(at("etc/containerd/config.toml"), "version = 2\n").unwrap();
     install(&mut Vec::new(), &options(dir.path())).unwrap();
     fs::write(at("etc/containerd/config.toml"), b"\xff").unwrap();
     fs::write(at("etc/bulkhead/runtimeclass.yaml"), b"\xff").unwrap();

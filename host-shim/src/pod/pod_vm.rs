@@ -382,17 +382,18 @@ impl PodVm {
     /// If the guest is being ended, waits until it has ended, and returns true.
     pub(crate) async fn has_ended_in_order(&self) -> bool {
         let end = lock(&self.end).clone();
-        let is_begun = end.is_some();
-        end.unwrap_or_else(|| async {}.boxed().shared()).await;
-        is_begun
+        let Some(end) = end else { return false };
+        end.await;
+        true
     }
 
     /// Ends the VM although a process in it does not end. Data for a disk gets a last chance to be written.
     pub(crate) async fn end_at_last(&self) {
         if self.may_have_dirty_disks() {
             self.power_off().await;
+        } else {
+            self.kill().await;
         }
-        self.kill().await;
     }
 
     /// Whether the guest may have data that it has not written to a disk yet.

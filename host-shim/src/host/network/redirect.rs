@@ -72,8 +72,13 @@ enum Ingress {
 
 /// Whether the interface `index` has an ingress or clsact qdisc other than the redirect to one of `taps`. An empty
 /// qdisc, and a redirect to a tap that is gone, count too.
-pub(super) async fn is_filtered(handle: &Handle, index: u32, taps: &[u32]) -> Result<bool, rtnetlink::Error> {
-    Ok(match ingress(handle, index).await? {
+pub(super) async fn is_filtered(
+    handle: &Handle,
+    index: u32,
+    qdiscs: &[TcMessage],
+    taps: &[u32],
+) -> Result<bool, rtnetlink::Error> {
+    Ok(match ingress(handle, index, qdiscs).await? {
         Ingress::Nothing => false,
         Ingress::Empty => true,
         Ingress::Filters(targets) => !targets.iter().any(|target| taps.contains(target)),
@@ -83,18 +88,22 @@ pub(super) async fn is_filtered(handle: &Handle, index: u32, taps: &[u32]) -> Re
 /// Whether the interface has a redirect to one of these taps, a redirect to a tap that is gone, or only the beginning
 /// of a redirect.
 async fn is_ours(handle: &Handle, index: u32, taps: &[u32]) -> Result<bool, rtnetlink::Error> {
-    Ok(match ingress(handle, index).await? {
+    Ok(match ingress(handle, index, &qdiscs(handle).await?).await? {
         Ingress::Nothing => false,
         Ingress::Empty => true,
         Ingress::Filters(targets) => targets.iter().any(|target| *target == GONE || taps.contains(target)),
     })
 }
 
-async fn ingress(handle: &Handle, index: u32) -> Result<Ingress, rtnetlink::Error> {
-    let all: Vec<_> = handle.qdisc().get().execute().try_collect().await?;
+/// Those of all interfaces: the kernel is asked for no single one.
+pub(super) async fn qdiscs(handle: &Handle) -> Result<Vec<TcMessage>, rtnetlink::Error> {
+    handle.qdisc().get().execute().try_collect().await
+}
+
+async fn ingress(handle: &Handle, index: u32, qdiscs: &[TcMessage]) -> Result<Ingress, rtnetlink::Error> {
     let is_it =
         |qdisc: &&TcMessage| qdisc.header.index == index as i32 && qdisc.header.parent == TcHandle::INGRESS;
-    let Some(qdisc) = all.iter().find(is_it) else { return Ok(Ingress::Nothing) };
+    let Some(qdisc) = qdiscs.iter().find(is_it) else { return Ok(Ingress::Nothing) };
     // The other kind is `clsact`.
     if !qdisc.attributes.contains(&TcAttribute::Kind("ingress".into())) {
         return Ok(Ingress::Filters(Vec::new()));
@@ -279,7 +288,12 @@ pub(crate) fn remove(path: &Path, name: &str) -> Result<(), NetworkError> {
 /// The taps of VMMs in the network namespace of `handle`.
 async fn taps(handle: &Handle) -> Result<Vec<u32>, rtnetlink::Error> {
     let links: Vec<_> = handle.link().get().execute().try_collect().await?;
-    Ok(links.iter().filter(|link| is_tap(name_of(link))).map(|link| link.header.index).collect())
+    Ok(taps_in(&links))
+}
+
+/// The indices of those of these interfaces that are taps of VMMs.
+pub(super) fn taps_in(links: &[LinkMessage]) -> Vec<u32> {
+    links.iter().filter(|link| is_tap(name_of(link))).map(|link| link.header.index).collect()
 }
 
 /// Where a filter of u32 redirects packets to.

@@ -105,8 +105,8 @@ async fn read(handle: &Handle, all: Vec<LinkMessage>) -> Result<Scan, NetworkErr
     let (of_none, routes): (Vec<_>, Vec<_>) = routes.into_iter().partition(routing::is_of_no_interface);
     let neighbours: Vec<_> =
         handle.neighbours().get().execute().try_collect().await.map_err(refused("reading its neighbours"))?;
-    let taps: Vec<_> =
-        all.iter().filter(|link| is_tap(name_of(link))).map(|link| link.header.index).collect();
+    let taps = redirect::taps_in(&all);
+    let qdiscs = redirect::qdiscs(handle).await.map_err(refused("reading its qdiscs"))?;
     let mut interfaces = Vec::new();
     for &link in &links {
         let index = link.header.index;
@@ -117,8 +117,8 @@ async fn read(handle: &Handle, all: Vec<LinkMessage>) -> Result<Scan, NetworkErr
             // One that is not through one of the interfaces is refused with the first.
             _ => is_first,
         });
-        let filtered = redirect::is_filtered(handle, index, &taps).await;
-        let filtered = filtered.map_err(refused("reading its qdiscs and filters"))?;
+        let filtered = redirect::is_filtered(handle, index, &qdiscs, &taps).await;
+        let filtered = filtered.map_err(refused("reading its filters"))?;
         let described = unsuitable::refuse(link, &all, filtered)
             .and_then(|()| describe(link, &addresses, own.cloned().collect(), &neighbours));
         let described = described.map(|description| ConfigureNetworkRequest {

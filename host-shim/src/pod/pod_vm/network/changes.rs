@@ -40,9 +40,16 @@ pub(super) fn add_possible(possible: &mut ConfigureNetworkRequest, now: &Configu
     add_all(&mut possible.absent_routes, &now.absent_routes);
 }
 
-/// What of `now` the guest may lack. What it has already is no error when it is added.
-fn missing(now: &[NetlinkMessage], before: &[NetlinkMessage], is_known: bool) -> Vec<NetlinkMessage> {
-    if is_known { only_in(now, before) } else { now.to_vec() }
+/// What of `now` the guest may lack, in this order: one may need another one. `is_lost`: its kernel may remove it with
+/// something else. What the guest has already is no error when it is added.
+fn missing(
+    now: &[NetlinkMessage],
+    before: &[NetlinkMessage],
+    is_known: bool,
+    is_lost: impl Fn(&NetlinkMessage) -> bool,
+) -> Vec<NetlinkMessage> {
+    let may_lack = |message: &&NetlinkMessage| !is_known || is_lost(message) || !before.contains(message);
+    now.iter().filter(may_lack).cloned().collect()
 }
 
 /// The addresses that are to be removed, those of `before` that are not in `now`. Not one that `now` has in another
@@ -91,16 +98,14 @@ pub(super) fn without_foreign_sources(description: &ConfigureNetworkRequest) -> 
 /// all of `before`, it adds all of `now`.
 pub(super) fn change_of_rules(before: &Routing, is_known: bool, now: &Routing) -> ChangeRoutingRequest {
     let removed_addresses = removed(&before.addresses, &now.addresses);
-    // The guest's kernel removes these with the address. In the order of `now`: one may need another one.
+    // The guest's kernel removes these with the address.
     let from_removed = from_sources(&now.routes, &local_addresses(&removed_addresses));
-    let is_missing =
-        |route: &&NetlinkMessage| !is_known || !before.routes.contains(route) || from_removed.contains(route);
     ChangeRoutingRequest {
-        rules: missing(&now.rules, &before.rules, is_known),
-        routes: now.routes.iter().filter(is_missing).cloned().collect(),
+        rules: missing(&now.rules, &before.rules, is_known, |_| false),
+        routes: missing(&now.routes, &before.routes, is_known, |route| from_removed.contains(route)),
         removed_rules: only_in(&before.rules, &now.rules),
         removed_routes: only_in(&before.routes, &now.routes),
-        addresses: missing(&now.addresses, &before.addresses, is_known),
+        addresses: missing(&now.addresses, &before.addresses, is_known, |_| false),
         // The agent removes these before it adds `addresses`: the kernel has each IPv6 address only once.
         removed_addresses,
         ..Default::default()
@@ -122,18 +127,12 @@ pub(super) fn change(
     // With an address of IPv4, the guest's kernel removes those that are secondary to it. With the last one, it removes
     // all routes and neighbours.
     let loses_ipv4 = removed_addresses.iter().any(is_ipv4);
-    let may_lack = |now: &[NetlinkMessage], before: &[NetlinkMessage], lost: &[NetlinkMessage]| {
-        let lacks = |message: &&NetlinkMessage| {
-            let is_lost = loses_ipv4 && is_ipv4(message) || lost.contains(message);
-            !is_known || is_lost || !before.contains(message)
-        };
-        // In this order: one may need another one.
-        now.iter().filter(lacks).cloned().collect::<Vec<_>>()
-    };
-    let mut interface = now.clone();
-    interface.addresses = may_lack(&now.addresses, &before.addresses, &[]);
+    let is_lost = |message: &NetlinkMessage| loses_ipv4 && is_ipv4(message);
     let from_lost = from_sources(&now.routes, lost);
-    interface.routes = may_lack(&now.routes, &before.routes, &from_lost);
+    let mut interface = now.clone();
+    interface.addresses = missing(&now.addresses, &before.addresses, is_known, is_lost);
+    interface.routes =
+        missing(&now.routes, &before.routes, is_known, |route| is_lost(route) || from_lost.contains(route));
     // The guest's kernel adds one for an address that is new, but not again for one that stays.
     let stay = now.addresses.iter().filter(|address| before.addresses.contains(address));
     let is_back =
@@ -142,7 +141,7 @@ pub(super) fn change(
     if (before.up || !is_known) && now.up {
         interface.routes.splice(0..0, stay.filter_map(network::connected_route).filter(is_back));
     }
-    interface.neighbours = may_lack(&now.neighbours, &before.neighbours, &[]);
+    interface.neighbours = missing(&now.neighbours, &before.neighbours, is_known, is_lost);
     let mut change = ChangeNetworkRequest::new();
     change.interface = Some(interface).into();
     change.removed_addresses = removed_addresses;
